@@ -1,0 +1,1 @@
+"""GPU and CPU kernels of the sparse rollout engine, each with a naive reference beside it."""

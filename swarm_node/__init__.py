@@ -1,0 +1,3 @@
+"""swarm-node: peer-to-peer reinforcement learning of language models."""
+
+__version__ = "0.1.0"
