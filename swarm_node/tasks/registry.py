@@ -1,0 +1,40 @@
+"""From a task's name to the task: `chain-sum`, `chain-sum:3`, `word-sum`, `gsm8k:FOLDER`, `reasoning-gym:NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swarm_node.tasks.base import Task, TaskError
+from swarm_node.tasks.chain_sum import ChainSum
+
+MAX_SPEC = 200
+"""Characters of a task's name at most: it travels with every group."""
+
+
+def load_task(spec: str) -> Task:
+    """The task that `spec` names. Its `name` is canonical: loading it again gives an equal task, on every machine.
+
+    Raises:
+        TaskError: no such task, level or data set, or its data cannot be read.
+    """
+    if len(spec) > MAX_SPEC:
+        raise TaskError(f"task name of {len(spec)} characters is longer than the limit of {MAX_SPEC}: shorten it")
+    kind, colon, argument = spec.partition(":")
+    if kind not in _KINDS or (colon and not argument):
+        raise TaskError(f"unknown task {spec!r}: choose {', '.join(_FORMS)}")
+    return _KINDS[kind](argument)
+
+
+def _levelled(kind: type[ChainSum]) -> Callable[[str], Task]:
+    def load(argument: str) -> Task:
+        if not argument:
+            return kind()
+        if not (argument.isascii() and argument.isdigit() and len(argument) <= 2):
+            raise TaskError(f"{kind.kind}:{argument} is not a level: write a number, for example {kind().name}")
+        return kind(int(argument))
+
+    return load
+
+
+_KINDS: dict[str, Callable[[str], Task]] = {"chain-sum": _levelled(ChainSum)}
+_FORMS = ("chain-sum", "chain-sum:LEVEL")
