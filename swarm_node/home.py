@@ -1,0 +1,127 @@
+"""The home folder of a node: where its identity, metrics and checkpoints are, and the lock that keeps a second process out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+LOCK = "lock"
+
+
+class HomeError(ValueError):
+    """The home folder cannot be used."""
+
+
+class HomeInUse(HomeError):
+    """Another process holds the home folder; the message names its pid."""
+
+
+def default_home(swarm: str) -> Path:
+    """`~/.swarm-node/<swarm>`; it never depends on the working directory."""
+    return Path.home() / ".swarm-node" / swarm
+
+
+class Home:
+    """An opened home folder: held by this process until `close`, or until the process dies in whatever way.
+
+    The lock is `flock` on the file `lock`, which the kernel drops with the process, so a killed node leaves nothing to clean up.
+    The pid inside the file only serves the message that another process gets.
+    """
+
+    def __init__(self, path: Path, lock: int, created: tuple[Path, ...]) -> None:
+        """Use `Home.open`."""
+        self.path = path
+        self._lock: int | None = lock
+        self._created = created
+
+    @classmethod
+    def open(cls, path: Path) -> Home:
+        """Take the folder at `path`, creating it (mode 0700) where it is missing.
+
+        Raises:
+            HomeInUse: another process holds it. Nothing was written.
+            HomeError: it cannot be created or written to.
+        """
+        path = path.expanduser().absolute()
+        try:
+            created = _make_folders(path)
+            lock = _take(path)
+        except BlockingIOError:
+            raise HomeInUse(_in_use(path)) from None
+        except OSError as error:
+            raise HomeError(f"the home folder {path} cannot be used: {error.strerror}; choose another with --home") from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        return cls(path, lock, created)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def identity(self) -> Path:
+        return self.path / "identity.key"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def close(self) -> None:
+        """Let go of the folder; idempotent. Folders that `open` created and nobody put anything in disappear again."""
+        if self._lock is None:
+            return
+        if self._created and os.listdir(self.path) == [LOCK]:
+            (self.path / LOCK).unlink()
+            with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it
+                for folder in reversed(self._created):
+                    folder.rmdir()
+        os.close(self._lock)
+        self._lock = None
+
+    def __enter__(self) -> Home:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _make_folders(path: Path) -> tuple[Path, ...]:
+    """Create `path` with its parents; those that were missing, outermost first."""
+    missing: list[Path] = []
+    folder = path
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return tuple(reversed(missing))
+
+
+def _take(path: Path) -> int:
+    """An open descriptor of the folder's lock file, locked by this process. Raises BlockingIOError when another holds it."""
+    while True:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous holder may have removed the file between the two calls: then this is a lock on nothing.
+            if os.path.exists(path / LOCK) and os.path.samestat(os.fstat(lock), os.stat(path / LOCK)):
+                return lock
+        except OSError:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _in_use(path: Path) -> str:
+    try:
+        pid = (path / LOCK).read_text().strip()
+    except OSError:
+        pid = ""
+    holder = f"process {pid}" if pid.isdigit() else "another process"
+    return f"the home folder {path} is in use by {holder}; stop that node, or start this one with another --home"

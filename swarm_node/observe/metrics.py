@@ -1,0 +1,284 @@
+"""`metrics.jsonl`: everything a run measured, one JSON object a line, append-only.
+
+Three kinds of rows: `step`, `eval` and `event`. A line is written in one call and flushed, so that a killed node loses at most the
+line it was writing. Nothing is ever rewritten: a node that resumes from the checkpoint of step N appends the event `resume` with
+`step: N`, and readers drop the `step` and `eval` rows above N that stand before it, because those steps are taken again. A line
+torn by a kill is closed by the next start and skipped by readers.
+
+A float that was not measured is NaN here and `null` in the file (JSON has no NaN). Counts are of the row's own step and not
+running totals: they can be summed over restarts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+NAN = math.nan
+RESUME = "resume"
+"""Name of the event that supersedes rows above its step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One step of one node. Shares are in [0, 1], lengths in tokens, log quantities in nats."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    """Optimiser steps taken, this one included."""
+    time: float
+    """Unix seconds at the end of the step."""
+    seconds: float = NAN
+    """Wall time of the whole step."""
+
+    # The node's own completions of this step.
+    reward_mean: float = NAN
+    reward_std: float = NAN
+    accuracy: float = NAN
+    """Share of completions whose answer is right."""
+    length_mean: float = NAN
+    length_max: int = 0
+    truncated_share: float = NAN
+    """Share that ended at the token limit."""
+
+    # Control (SAGC).
+    group_size: int = 0
+    """G of this step."""
+    sagc_lambda: float = NAN
+    """The controller's multiplier."""
+    straggler_rate: float = NAN
+    """The long-run rate that is held against the target."""
+    straggler_target: float = NAN
+    """δ."""
+    feasible: bool = True
+    """False while even the smallest G breaks the target."""
+
+    # What was learned from.
+    own_groups_used: int = 0
+    foreign_groups_used: int = 0
+    foreign_share: float = NAN
+    """Foreign share of the groups used."""
+    pool_groups: int = 0
+    """Groups in the pool after the step."""
+    kept_share: float = NAN
+    """Share of completions that the filter kept."""
+    zero_variance_share: float = NAN
+    """Share of groups whose rewards are all the same: no advantage, no gradient."""
+
+    # Learning.
+    stepped: bool = True
+    """False when the batch had no kept token, so that no optimiser step was taken."""
+    loss: float = NAN
+    grad_norm: float = NAN
+    learning_rate: float = NAN
+    ratio_mean: float = NAN
+    """Importance ratio exp(theta - gen) before truncation."""
+    ratio_max: float = NAN
+    ratio_truncated_share: float = NAN
+    """Share of tokens whose ratio was cut at C."""
+    clip_fraction: float = NAN
+    """Share of tokens where the policy ratio was clipped."""
+    approx_kl: float = NAN
+    """KL estimate, mean over a completion's tokens, averaged over completions."""
+    approx_kl_sum: float = NAN
+    """KL estimate, sum over a completion's tokens, averaged over completions."""
+    entropy: float = NAN
+
+    # Cost.
+    rollout_tokens: int = 0
+    rollout_seconds: float = NAN
+    rollout_tokens_per_second: float = NAN
+    slot_idle_share: float = NAN
+    straggler_seconds: float = NAN
+    learning_tokens: int = 0
+    learning_seconds: float = NAN
+    learning_tokens_per_second: float = NAN
+
+    # Network.
+    peers: int = 0
+    groups_sent: int = 0
+    groups_received: int = 0
+    """Arrived from peers, before any check."""
+    groups_admitted: int = 0
+    """Passed every check."""
+    groups_dropped: int = 0
+    """Lost because the inbox was full."""
+    network_restarts: int = 0
+    rejections: Mapping[str, int] = field(default_factory=dict)
+    """Reject reason -> count."""
+    waiting_for: str = ""
+    """What the node waits for, or what is wrong, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRow:
+    """One evaluation on a split that is never trained on."""
+
+    kind: ClassVar[str] = "eval"
+
+    step: int
+    time: float
+    task: str
+    split: str
+    problems: int
+    samples: int
+    """Completions a problem."""
+    accuracy: float
+    """Share of right answers over all completions."""
+    standard_error: float = NAN
+    """Of the accuracy; problems are the independent draws."""
+    reward_mean: float = NAN
+    length_mean: float = NAN
+    length_max: int = 0
+    truncated_share: float = NAN
+    seconds: float = NAN
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRow:
+    """Something that happened: start, resume, checkpoint, stop, trouble."""
+
+    kind: ClassVar[str] = "event"
+
+    step: int
+    time: float
+    name: str
+    detail: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Facts for programs; `start` carries `node`, `model`, `peer_id`, `swarm` and `task`."""
+
+
+Row = StepRow | EvalRow | EventRow
+KINDS: Mapping[str, type[Row]] = {row.kind: row for row in (StepRow, EvalRow, EventRow)}
+
+
+def encode_row(row: Row) -> str:
+    """The row's line, without the line end. Floats that are not finite become null."""
+    values: dict[str, Any] = {"kind": row.kind}
+    for item in dataclasses.fields(row):
+        value = getattr(row, item.name)
+        values[item.name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def decode_row(line: str) -> Row | None:
+    """The row that a line holds, or None for a torn line or a kind of a newer version. Fields it does not know are ignored."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    kind = KINDS.get(values.pop("kind", "")) if isinstance(values, dict) else None
+    if kind is None:
+        return None
+    known = {item.name for item in dataclasses.fields(kind)}
+    try:
+        return kind(**{name: NAN if value is None else value for name, value in values.items() if name in known})
+    except TypeError:  # a required field is missing
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars and read-only mappings as JSON knows them."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a metrics row cannot hold a {type(value).__name__}")
+
+
+class MetricsWriter:
+    """Appends rows to one file. Used by one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending, creating it where it is missing; a torn last line is closed first."""
+        torn = _ends_torn(path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def write(self, row: Row) -> None:
+        self._file.write(encode_row(row) + "\n")
+        self._file.flush()
+
+    def resume(self, step: int, time: float) -> None:
+        """Say that the run goes on from the checkpoint of `step`: rows above it that stand before are superseded."""
+        self.write(EventRow(step=step, time=time, name=RESUME))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_torn(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A file's rows as they count: superseded ones dropped, in the order of writing."""
+
+    steps: tuple[StepRow, ...]
+    evals: tuple[EvalRow, ...]
+    events: tuple[EventRow, ...]
+    skipped: int
+    """Lines that could not be read: torn by a kill, or of a newer version."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the latest `start` event said of the node."""
+        starts = [event for event in self.events if event.name == "start"]
+        return dict(starts[-1].data) if starts else {}
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a `metrics.jsonl`, also while a node writes it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    steps: list[StepRow] = []
+    evals: list[EvalRow] = []
+    events: list[EventRow] = []
+    skipped = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            row = decode_row(line)
+            if isinstance(row, StepRow):
+                steps.append(row)
+            elif isinstance(row, EvalRow):
+                evals.append(row)
+            elif isinstance(row, EventRow):
+                events.append(row)
+                if row.name == RESUME:
+                    steps = [earlier for earlier in steps if earlier.step <= row.step]
+                    evals = [earlier for earlier in evals if earlier.step <= row.step]
+            elif line.strip():
+                skipped += 1
+    return Metrics(tuple(steps), tuple(evals), tuple(events), skipped)
+
+
+class Increments:
+    """Turns running totals into counts since the last call, as rows want them. A total that fell (its process restarted) counts from 0."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def of(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """The increase of every total since the last call; totals that did not change are left out."""
+        increases: dict[str, int] = {}
+        for name, total in totals.items():
+            last = self._last.get(name, 0)
+            increase = total - last if total >= last else total
+            if increase:
+                increases[name] = increase
+            self._last[name] = total
+        return increases
