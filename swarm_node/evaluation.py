@@ -1,0 +1,131 @@
+"""Sampled accuracy of a policy on problems that nothing is trained on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from swarm_protocols.group import Finish
+
+from swarm_node.observe.metrics import EvalRow
+from swarm_node.policy.policy import Policy
+from swarm_node.rollout.engine import Engine, GroupRequest
+from swarm_node.tasks.base import RewardError, Split, Task
+
+COMPLETIONS_A_CALL = 512
+"""Completions asked of the engine at once: enough to fill its batches, few enough to show progress."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured."""
+
+    task: str
+    split: Split
+    problems: int
+    samples: int
+    """Completions a problem."""
+    seed: int
+    temperature: float
+    accuracy: float
+    """Mean over problems of the share of right answers."""
+    standard_error: float
+    """Of the accuracy, with problems as the independent draws; NaN for a single problem."""
+    reward_mean: float
+    length_mean: float
+    """Completion tokens, the stop token included."""
+    length_max: int
+    truncated_share: float
+    """Share of completions that ended at the token limit."""
+    unscored: int
+    """Completions whose reward could not be computed; they count nowhere."""
+    tokens: int
+    seconds: float
+
+    def row(self, step: int, time: float) -> EvalRow:
+        """As a row of the metrics file, measured after `step` optimiser steps."""
+        return EvalRow(
+            step=step,
+            time=time,
+            task=self.task,
+            split=self.split,
+            problems=self.problems,
+            samples=self.samples,
+            accuracy=self.accuracy,
+            standard_error=self.standard_error,
+            reward_mean=self.reward_mean,
+            length_mean=self.length_mean,
+            length_max=self.length_max,
+            truncated_share=self.truncated_share,
+            seconds=self.seconds,
+        )
+
+
+def evaluate(
+    policy: Policy,
+    engine: Engine,
+    task: Task,
+    split: Split,
+    problems: int,
+    samples: int,
+    seed: int,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Sample `samples` completions for the problems 0 .. `problems` - 1 of the split and grade them.
+
+    Problems and noise follow from `seed` alone: two policies, or one before and after training, meet the same problems and the same
+    random numbers, which makes their difference less noisy than either value. `progress` is called with the problems done so far.
+
+    Raises:
+        RewardError: no completion of a problem could be graded.
+    """
+    started = time.monotonic()
+    accuracies: list[float] = []
+    rewards: list[float] = []
+    lengths: list[int] = []
+    truncated = unscored = 0
+    step = max(1, COMPLETIONS_A_CALL // samples)
+    for first in range(0, problems, step):
+        batch = [task.problem(seed, index, split) for index in range(first, min(first + step, problems))]
+        requests = [GroupRequest(policy.encode_prompt(problem.prompt), samples, problem.index) for problem in batch]
+        rollout = engine.generate(requests, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+        for problem, group in zip(batch, rollout.groups, strict=True):
+            right: list[bool] = []
+            for completion in group:
+                lengths.append(len(completion))
+                truncated += completion.finish == Finish.LENGTH
+                try:
+                    reward = task.reward(problem, policy.decode(completion.tokens))
+                except RewardError:
+                    unscored += 1
+                    continue
+                right.append(reward.correct)
+                rewards.append(reward.value)
+            if not right:
+                raise RewardError(f"no completion of problem {problem.index} of {task.name} could be graded")
+            accuracies.append(float(np.mean(right)))
+        if progress:
+            progress(first + len(batch))
+    return Evaluation(
+        task=task.name,
+        split=split,
+        problems=problems,
+        samples=samples,
+        seed=seed,
+        temperature=temperature,
+        accuracy=float(np.mean(accuracies)),
+        standard_error=float(np.std(accuracies, ddof=1) / math.sqrt(problems)) if problems > 1 else math.nan,
+        reward_mean=float(np.mean(rewards)),
+        length_mean=float(np.mean(lengths)),
+        length_max=max(lengths),
+        truncated_share=truncated / len(lengths),
+        unscored=unscored,
+        tokens=sum(lengths),
+        seconds=time.monotonic() - started,
+    )

@@ -1,0 +1,265 @@
+"""A run as one HTML file: a table and plots per node. It opens offline; nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import plotly.graph_objects as go
+import plotly.io
+from plotly.offline import get_plotlyjs
+
+from swarm_node.observe.metrics import Metrics, StepRow, read_metrics
+from swarm_node.observe.summary import NodeSummary, summarise
+
+METRICS_FILE = "metrics.jsonl"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#666666", "#b8a900")
+"""Okabe and Ito's palette, told apart with any colour vision; a node has one colour in every plot."""
+
+
+class ReportError(ValueError):
+    """There is nothing to report on."""
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """One node's metrics and where they were read."""
+
+    folder: Path
+    metrics: Metrics
+    summary: NodeSummary
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot over steps: one line a node, and what is worth knowing about it."""
+
+    title: str
+    value: Callable[[StepRow], float]
+    note: str
+    share: bool = False
+    """Whether the value is a share, drawn from 0 to 1."""
+    second: Callable[[StepRow], float] | None = None
+    """A second value, drawn dotted in the node's colour."""
+    staircase: bool = False
+
+
+PLOTS = (
+    Plot("Reward", lambda row: row.reward_mean, "mean over the node's own completions of a step"),
+    Plot("Completion length", lambda row: row.length_mean, "mean, and the longest (dotted), in tokens", second=lambda row: row.length_max),
+    Plot("Group size G", lambda row: row.group_size, "chosen by the controller", staircase=True),
+    Plot("λ", lambda row: row.sagc_lambda, "the controller's price of a straggling group"),
+    Plot(
+        "Straggler rate",
+        lambda row: row.straggler_rate,
+        "and its target δ (dotted)",
+        share=True,
+        second=lambda row: row.straggler_target,
+    ),
+    Plot("Kept share", lambda row: row.kept_share, "completions that the F-TIS filter kept", share=True),
+    Plot("Zero-variance share", lambda row: row.zero_variance_share, "groups whose rewards are all the same: nothing to learn", share=True),
+    Plot("Foreign share", lambda row: row.foreign_share, "of the groups learned from, those that peers generated", share=True),
+    Plot("KL estimate", lambda row: row.approx_kl, "policy against generator, mean over a completion's tokens"),
+    Plot(
+        "Importance ratio",
+        lambda row: row.ratio_mean,
+        "mean, and the largest (dotted), before truncation",
+        second=lambda row: row.ratio_max,
+    ),
+    Plot(
+        "Tokens/s",
+        lambda row: row.rollout_tokens_per_second,
+        "of rollout, and of learning (dotted)",
+        second=lambda row: row.learning_tokens_per_second,
+    ),
+    Plot("Peers", lambda row: row.peers, "connected at the end of a step", staircase=True),
+)
+
+
+def find_runs(folders: Iterable[Path]) -> list[Path]:
+    """The folders with metrics among `folders` and right below them, each once, in order.
+
+    Raises:
+        ReportError: a folder has none.
+    """
+    found: dict[Path, None] = {}
+    for folder in folders:
+        inside = [folder] if (folder / METRICS_FILE).is_file() else sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
+        if not inside:
+            raise ReportError(f"{folder}: no {METRICS_FILE} here or in a folder right below; name a node's home folder or a run's folder")
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+def read_runs(folders: Iterable[Path]) -> list[NodeRun]:
+    """Metrics and summary of every node under `folders`.
+
+    Raises:
+        ReportError: a folder has no metrics.
+    """
+    runs = []
+    for folder in find_runs(folders):
+        metrics = read_metrics(folder / METRICS_FILE)
+        runs.append(NodeRun(folder, metrics, summarise(folder.absolute().name, metrics)))
+    return runs
+
+
+def build_report(folders: Iterable[Path], out: Path) -> Path:
+    """Write the report of the nodes under `folders` to `out` (replaced in one go) and return it.
+
+    Raises:
+        ReportError: a folder has no metrics.
+        OSError: `out` cannot be written.
+    """
+    page = render_report(read_runs(folders))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(out)
+    return out
+
+
+def render_report(runs: Sequence[NodeRun]) -> str:
+    """The report's HTML."""
+    figures = [(("Accuracy", "on splits that are never trained on; bars: one standard error"), _accuracy(runs))]
+    figures += [((plot.title, plot.note), _figure(plot, runs)) for plot in PLOTS]
+    plots = "\n".join(
+        f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{_embed(figure)}</section>" for (title, note), figure in figures
+    )
+    names = ", ".join(run.summary.name for run in runs)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>swarm-node: {html.escape(names)}</title>
+<style>{STYLE}</style>
+<script>{get_plotlyjs()}</script>
+</head>
+<body>
+<h1>Swarm run</h1>
+<div class="table">{_table(runs)}</div>
+<main>{plots}</main>
+</body>
+</html>
+"""
+
+
+STYLE = """
+body { font: 15px/1.4 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 1.5rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.05rem; margin: 0; } p { margin: 0; color: #666; }
+section { min-width: 0; }
+.table { overflow-x: auto; margin-bottom: 2rem; }
+table { border-collapse: collapse; } th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
+th { color: #666; font-weight: 600; white-space: nowrap; } th:first-child, td:first-child, .text { text-align: left; }
+.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
+"""
+
+
+def _table(runs: Sequence[NodeRun]) -> str:
+    heads = (
+        "node",
+        "model",
+        "steps",
+        "accuracy",
+        "groups sent",
+        "received",
+        "admitted",
+        "foreign used",
+        "rejected",
+        "tokens/s",
+        "minutes",
+        "resumes",
+    )
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(_table_row(run, _colour(i)) for i, run in enumerate(runs))}</tbody></table>"
+    )
+
+
+def _table_row(run: NodeRun, colour: str) -> str:
+    summary = run.summary
+    reasons = ", ".join(f"{reason} {count}" for reason, count in summary.rejections.items())
+    cells = (
+        summary.model or "-",
+        f"{summary.steps}",
+        f"{_share(summary.accuracy_before)} → {_share(summary.accuracy_after)}",
+        f"{summary.groups_sent}",
+        f"{summary.groups_received}",
+        f"{summary.groups_admitted}",
+        f"{summary.foreign_groups_used}",
+        f"{sum(summary.rejections.values())}" + (f" ({reasons})" if reasons else ""),
+        f"{summary.rollout_tokens_per_second:,.0f}" if math.isfinite(summary.rollout_tokens_per_second) else "-",
+        f"{summary.minutes:.1f}",
+        f"{summary.resumes}",
+    )
+    name = f'<td><span class="dot" style="background:{colour}"></span>{html.escape(summary.name)}</td>'
+    return f"<tr>{name}{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _accuracy(runs: Sequence[NodeRun]) -> go.Figure:
+    figure = _empty(share=True)
+    for index, run in enumerate(runs):
+        for split, dash in (("eval", "solid"), ("ood", "dot")):
+            rows = [row for row in run.metrics.evals if row.split == split]
+            if rows:
+                errors = [row.standard_error if math.isfinite(row.standard_error) else 0.0 for row in rows]
+                figure.add_scatter(
+                    x=[row.step for row in rows],
+                    y=[row.accuracy for row in rows],
+                    error_y={"type": "data", "array": errors, "thickness": 1},
+                    name=run.summary.name if split == "eval" else f"{run.summary.name}, out of distribution",
+                    mode="lines+markers",
+                    line={"color": _colour(index), "dash": dash},
+                )
+    return figure
+
+
+def _figure(plot: Plot, runs: Sequence[NodeRun]) -> go.Figure:
+    figure = _empty(share=plot.share)
+    for index, run in enumerate(runs):
+        for value, dash in ((plot.value, "solid"), (plot.second, "dot")):
+            if value is not None:
+                figure.add_scatter(
+                    x=[row.step for row in run.metrics.steps],
+                    y=[value(row) for row in run.metrics.steps],
+                    name=run.summary.name,
+                    mode="lines",
+                    line={"color": _colour(index), "width": 1.5, "dash": dash, "shape": "hv" if plot.staircase else "linear"},
+                    opacity=1.0 if dash == "solid" else 0.6,
+                    showlegend=False,
+                )
+    return figure
+
+
+def _empty(*, share: bool) -> go.Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        height=300,
+        margin={"l": 55, "r": 15, "t": 10, "b": 40},
+        template="plotly_white",
+        legend={"orientation": "h", "y": 1.15},
+        hovermode="x unified",
+    )
+    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_yaxes(range=(-0.02, 1.02) if share else None, rangemode="tozero")
+    return figure
+
+
+def _embed(figure: go.Figure) -> str:
+    text = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    assert isinstance(text, str)
+    return text
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _share(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"
