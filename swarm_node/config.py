@@ -33,6 +33,13 @@ RUN_ONLY = frozenset({"run.steps", "run.minutes", "run.home"})
 """Belongs to one start of a node, not to the node: never saved into its home."""
 
 
+class SwarmOptions(Options):
+    """`[swarm]`: which swarm this node belongs to."""
+
+    name: str = Field("main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the swarm: letters, digits, `.`, `_` and `-`. Nodes meet when swarm, task and tokenizer are the same."""
+
+
 class RunOptions(Options):
     """`[run]`: how long the node runs, and when it saves and evaluates."""
 
@@ -50,8 +57,6 @@ class RunOptions(Options):
     """Problems of an evaluation."""
     eval_samples: int = Field(4, ge=1, le=4096)
     """Completions sampled for each of them."""
-    eval_temperature: float = Field(1.0, gt=0, le=4)
-    """Sampling temperature of evaluations."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything this node draws: rollout noise, control, the pool. Same seed, same run."""
     home: Path | None = None
@@ -61,8 +66,7 @@ class RunOptions(Options):
 class Config(Options):
     """Everything that a node can be told."""
 
-    swarm: str = Field("main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Name of the swarm: nodes meet when swarm, task and tokenizer are the same."""
+    swarm: SwarmOptions = SwarmOptions()
     model: ModelOptions = ModelOptions()
     task: TaskOptions = TaskOptions()
     rollout: RolloutOptions = RolloutOptions()
@@ -75,7 +79,7 @@ class Config(Options):
     @property
     def home(self) -> Path:
         """The node's home folder, absolute."""
-        return (self.run.home or default_home(self.swarm)).expanduser().absolute()
+        return (self.run.home or default_home(self.swarm.name)).expanduser().absolute()
 
 
 class ConfigError(ValueError):
@@ -166,8 +170,7 @@ def entries(loaded: Loaded) -> Iterator[Entry]:
             else:
                 yield Entry(key, value, " ".join((field.description or "").split()), loaded.sources.get(key, DEFAULT))
 
-    # The plain values come first, because TOML has no way back from a table to the top.
-    return iter(sorted(walk(loaded.config, ""), key=lambda entry: "." in entry.key))
+    return walk(loaded.config, "")
 
 
 def save_config(path: Path, config: Config) -> None:
@@ -206,7 +209,7 @@ def _home_config(settings: Sequence[Setting]) -> Path:
     """`config.toml` of the home folder that the command line names."""
     given = {setting.key: setting.value for setting in settings}
     home = given.get("run.home")
-    return (Path(home).expanduser() if home else default_home(str(given.get("swarm", Config().swarm)))) / "config.toml"
+    return (Path(home).expanduser() if home else default_home(str(given.get("swarm.name", SwarmOptions().name)))) / "config.toml"
 
 
 def _read(file: Path) -> str:

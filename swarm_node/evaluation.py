@@ -71,7 +71,7 @@ def evaluate(
     split: Split,
     problems: int,
     samples: int,
-    seed: int,
+    seed: int = 0,
     *,
     temperature: float,
     max_new_tokens: int,

@@ -178,8 +178,9 @@ def decode_row(line: str) -> Row | None:
     if kind is None:
         return None
     known = {item.name for item in dataclasses.fields(kind)}
+    fields: dict[str, Any] = {name: NAN if value is None else value for name, value in values.items() if name in known}
     try:
-        return kind(**{name: NAN if value is None else value for name, value in values.items() if name in known})
+        return kind(**fields)
     except TypeError:  # a required field is missing
         return None
 

@@ -22,6 +22,8 @@ class NodeSummary:
     """Of the first evaluation on the held-out split; NaN where there was none."""
     accuracy_after: float
     """Of the last one."""
+    accuracy_standard_error: float
+    """Of the last one."""
     groups_sent: int
     groups_received: int
     groups_admitted: int
@@ -56,6 +58,7 @@ def summarise(name: str, metrics: Metrics) -> NodeSummary:
         steps=metrics.steps[-1].step if metrics.steps else 0,
         accuracy_before=held_out[0].accuracy if held_out else math.nan,
         accuracy_after=held_out[-1].accuracy if held_out else math.nan,
+        accuracy_standard_error=held_out[-1].standard_error if held_out else math.nan,
         groups_sent=sum(row.groups_sent for row in metrics.steps),
         groups_received=sum(row.groups_received for row in metrics.steps),
         groups_admitted=sum(row.groups_admitted for row in metrics.steps),
