@@ -12,7 +12,7 @@ class Limits:
     inline_bytes: int = 200_000
     """Largest body that travels inside a gossip message; GossipSub carries larger ones badly (1 MiB is lost silently), so they are
     announced and pulled."""
-    body_bytes: int = 2 * 1024 * 1024
+    body_bytes: int = 4 * 1024 * 1024
     """An encoded group, inline or pulled."""
     header_bytes: int = 1024
     """The msgpack header of a group body."""
