@@ -1,0 +1,63 @@
+"""A causal language model seen as a body and a head, whatever wraps it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The transformers model inside a peft wrapper (its adapters are in place and stay active), or the model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model
+
+
+def body(model: nn.Module) -> nn.Module:
+    """The transformer without the LM head; its output has `last_hidden_state`, shape (batch, length, hidden)."""
+    inner: nn.Module = unwrap(model).base_model
+    return inner
+
+
+def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A function from hidden states (..., hidden) to logits (..., vocabulary), with what some families apply after the projection:
+    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Gemma 2 caps with a tanh."""
+    inner = unwrap(model)
+    projection = inner.get_output_embeddings()
+    divisor: float = getattr(inner.config, "logits_scaling", None) or 1.0
+    factor: float = (getattr(inner.config, "logit_scale", None) or 1.0) / divisor
+    cap: float | None = getattr(inner.config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        out: Tensor = projection(hidden)
+        if factor != 1.0:
+            out = out * factor
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    return logits
+
+
+def head_width(model: nn.Module) -> int:
+    """Number of logits a position."""
+    return int(unwrap(model).get_output_embeddings().weight.shape[0])
+
+
+def splits(model: nn.Module) -> bool:
+    """Whether head(body(x)) are the model's own logits: tried on a short input, as architectures differ in what they do after the head."""
+    inner = unwrap(model)
+    ids = torch.arange(4, device=next(inner.parameters()).device)[None] % int(inner.config.get_text_config().vocab_size)
+    training = inner.training
+    inner.eval()
+    with torch.inference_mode():
+        whole = inner(input_ids=ids, use_cache=False).logits
+        parts = head(model)(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    inner.train(training)
+    return whole.shape == parts.shape and bool(torch.allclose(whole.float(), parts.float(), rtol=1e-2, atol=1e-2))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which this model's forward takes its KV cache: `cache`, or `past_key_values` before transformers 5.2x."""
+    return "cache" if "cache" in inspect.signature(unwrap(model).forward).parameters else "past_key_values"
