@@ -1,6 +1,6 @@
 """The configuration: one schema, composed of the rooms' option tables; defaults < file < command line.
 
-A file is TOML with one table a room. Every value remembers where it came from, and every error names the file, the line, the key,
+A file is TOML: the swarm's name, then one table a room. Every value remembers where it came from, and every error names the file, the line, the key,
 the value and what is allowed.
 """
 
@@ -33,13 +33,6 @@ RUN_ONLY = frozenset({"run.steps", "run.minutes", "run.home"})
 """Belongs to one start of a node, not to the node: never saved into its home."""
 
 
-class SwarmOptions(Options):
-    """`[swarm]`: which swarm this node belongs to."""
-
-    name: str = Field("main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Name of the swarm: letters, digits, `.`, `_` and `-`. Nodes meet when swarm, task and tokenizer are the same."""
-
-
 class RunOptions(Options):
     """`[run]`: how long the node runs, and when it saves and evaluates."""
 
@@ -52,7 +45,7 @@ class RunOptions(Options):
     checkpoint_minutes: float = Field(10.0, gt=0)
     """Minutes after which a checkpoint is due, however few steps there were."""
     eval_every: int = Field(0, ge=0)
-    """Steps between evaluations; 0: none."""
+    """Steps between evaluations on the held-out split; there is one before the first step and one at the end as well. 0: none at all."""
     eval_problems: int = Field(64, ge=1, le=100_000)
     """Problems of an evaluation."""
     eval_samples: int = Field(4, ge=1, le=4096)
@@ -66,7 +59,8 @@ class RunOptions(Options):
 class Config(Options):
     """Everything that a node can be told."""
 
-    swarm: SwarmOptions = SwarmOptions()
+    swarm: str = Field("main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the swarm: letters, digits, `.`, `_` and `-`. Nodes meet when swarm, task and tokenizer are the same."""
     model: ModelOptions = ModelOptions()
     task: TaskOptions = TaskOptions()
     rollout: RolloutOptions = RolloutOptions()
@@ -79,7 +73,7 @@ class Config(Options):
     @property
     def home(self) -> Path:
         """The node's home folder, absolute."""
-        return (self.run.home or default_home(self.swarm.name)).expanduser().absolute()
+        return (self.run.home or default_home(self.swarm)).expanduser().absolute()
 
 
 class ConfigError(ValueError):
@@ -170,7 +164,8 @@ def entries(loaded: Loaded) -> Iterator[Entry]:
             else:
                 yield Entry(key, value, " ".join((field.description or "").split()), loaded.sources.get(key, DEFAULT))
 
-    return walk(loaded.config, "")
+    # TOML has no way back from a table to the top, so plain values come first.
+    return iter(sorted(walk(loaded.config, ""), key=lambda entry: "." in entry.key))
 
 
 def save_config(path: Path, config: Config) -> None:
@@ -209,7 +204,7 @@ def _home_config(settings: Sequence[Setting]) -> Path:
     """`config.toml` of the home folder that the command line names."""
     given = {setting.key: setting.value for setting in settings}
     home = given.get("run.home")
-    return (Path(home).expanduser() if home else default_home(str(given.get("swarm.name", SwarmOptions().name)))) / "config.toml"
+    return (Path(home).expanduser() if home else default_home(str(given.get("swarm", Config().swarm)))) / "config.toml"
 
 
 def _read(file: Path) -> str:

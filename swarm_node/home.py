@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 
 LOCK = "lock"
+PAUSES_S = (0.0, 0.02, 0.05)
+"""Pauses before the attempts to take the lock: `holder` has it for an instant when it looks whether it is free."""
 
 
 class HomeError(ValueError):
@@ -53,8 +56,6 @@ class Home:
             raise HomeInUse(_in_use(path)) from None
         except OSError as error:
             raise HomeError(f"the home folder {path} cannot be used: {error.strerror}; choose another with --home") from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return cls(path, lock, created)
 
     @property
@@ -92,6 +93,21 @@ class Home:
         self.close()
 
 
+def holder(path: Path) -> int | None:
+    """The pid of the process that holds the home folder at `path`, 0 if it did not say, or None where nobody does."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _read_pid(path)
+    finally:
+        os.close(lock)
+
+
 def _make_folders(path: Path) -> tuple[Path, ...]:
     """Create `path` with its parents; those that were missing, outermost first."""
     missing: list[Path] = []
@@ -104,24 +120,35 @@ def _make_folders(path: Path) -> tuple[Path, ...]:
 
 
 def _take(path: Path) -> int:
-    """An open descriptor of the folder's lock file, locked by this process. Raises BlockingIOError when another holds it."""
-    while True:
+    """An open descriptor of the folder's lock file, locked and signed by this process. Raises BlockingIOError when another holds it."""
+    refused = BlockingIOError()
+    for pause in PAUSES_S:
+        time.sleep(pause)
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The previous holder may have removed the file between the two calls: then this is a lock on nothing.
-            if os.path.exists(path / LOCK) and os.path.samestat(os.fstat(lock), os.stat(path / LOCK)):
+            if (path / LOCK).exists() and os.path.samestat(os.fstat(lock), (path / LOCK).stat()):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
-        except OSError:
             os.close(lock)
-            raise
-        os.close(lock)
+        except BlockingIOError as error:
+            os.close(lock)
+            refused = error
+    raise refused
+
+
+def _read_pid(path: Path) -> int:
+    """The pid in the lock file, 0 where there is none."""
+    try:
+        text = (path / LOCK).read_text().strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() else 0
 
 
 def _in_use(path: Path) -> str:
-    try:
-        pid = (path / LOCK).read_text().strip()
-    except OSError:
-        pid = ""
-    holder = f"process {pid}" if pid.isdigit() else "another process"
-    return f"the home folder {path} is in use by {holder}; stop that node, or start this one with another --home"
+    pid = _read_pid(path)
+    who = f"process {pid}" if pid else "another process"
+    return f"the home folder {path} is in use by {who}; stop that node, or start this one with another --home"
