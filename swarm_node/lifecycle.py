@@ -1,0 +1,202 @@
+"""A node's life on a machine: home, model, network, the loop, checkpoints, and a clean end.
+
+`node.py` is the loop without files, signals and processes; this is the rest of `swarm-node join`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from swarm_node import __version__
+from swarm_node.config import Config, save_config
+from swarm_node.home import Home
+from swarm_node.interrupt import Interrupt, Stopped
+from swarm_node.network.identity import load_or_create
+from swarm_node.network.libp2p_gossip import Libp2pGossip
+from swarm_node.node import Node
+from swarm_node.observe.metrics import EventRow, MetricsWriter
+from swarm_node.observe.status import State, Status
+from swarm_node.observe.status_file import StatusFile
+from swarm_node.observe.stepline import step_line
+from swarm_node.policy.checkpoint import load_latest, require_room, save_checkpoint
+from swarm_node.policy.loading import load_policy
+from swarm_node.policy.policy import Policy
+from swarm_node.tasks.base import Task
+from swarm_node.tasks.registry import load_task
+
+Say = Callable[[str], None]
+
+FIRST_PEER_S = 15.0
+"""How long a node that was told whom to join waits for the first peer before it trains alone; it keeps dialling."""
+
+
+def run(config: Config, say: Say = print) -> int:
+    """Run a node until its steps or minutes are over or it is told to stop; returns the exit code.
+
+    Raises:
+        ValueError: the configuration cannot be run (unknown model or task, home in use, no room for a checkpoint, a checkpoint of
+            another model); nothing has been written then.
+    """
+    with Interrupt() as interrupt:
+        try:
+            with Home.open(config.home) as home:
+                task = load_task(config.task.name)
+                say(f"loading {config.model.name}")
+                policy = load_policy(config.model)
+                require_room(home.checkpoints, policy)
+                Life(config, home, policy, task, interrupt, say).live()
+        except Stopped:
+            say("stopped")
+        return 0
+
+
+class Life:
+    """Everything that a running node holds open, from the first file it writes to the last."""
+
+    def __init__(self, config: Config, home: Home, policy: Policy, task: Task, interrupt: Interrupt, say: Say) -> None:
+        """Load the checkpoint, if there is one, before anything is written.
+
+        Raises:
+            ValueError: the checkpoint belongs to another model.
+        """
+        self.config, self.home, self.policy, self.interrupt, self.say = config, home, policy, interrupt, say
+        checkpoint = load_latest(home.checkpoints)
+        self.identity = load_or_create(home.path)
+        self.status = Status()
+        self.gossip = self._open_network(task)
+        try:
+            self.node = Node(config, policy=policy, task=task, peer_id=self.identity.peer_id, gossip=self.gossip, status=self.status)
+            if checkpoint is not None:
+                self.node.restore(checkpoint)
+        except BaseException:
+            self.gossip.close()
+            raise
+        self.resumed = checkpoint is not None
+        self.saved_step = self.node.steps if self.resumed else -1
+        self.saved_at = time.monotonic()
+        self.started_at = time.monotonic()
+        save_config(home.config, config)
+        self.metrics = MetricsWriter(home.metrics)
+        self.status_file = StatusFile(home.path, self.describe)
+
+    def live(self) -> None:
+        """Train until the end; always leaves a checkpoint of the last complete step behind."""
+        try:
+            self._introduce()
+            if self.config.run.eval_every and self.node.steps == 0:
+                self._evaluate()
+            self._find_peers()
+            while not self._done():
+                row = self.node.step(before_update=self.interrupt.hold)
+                self.metrics.write(row)
+                self.say(step_line(row))
+                if self._checkpoint_due():
+                    self._checkpoint()
+                self.interrupt.release()
+                if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or self._done()):
+                    self._evaluate()
+        finally:
+            self.interrupt.hold()
+            self._leave()
+
+    # -- parts of a life ----------------------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        for choice in self.policy.choices:
+            self.say(choice)
+        self.say(f"peer id {self.identity.peer_id}, home {self.home.path}")
+        addresses = self.gossip.wait_for_addresses()
+        for address in addresses:
+            self.say(f"others join with: swarm-node join --swarm {self.config.swarm} --peer {address}")
+        if self.resumed:
+            self.metrics.resume(self.node.steps, time.time())
+            self.say(f"resumed at step {self.node.steps}")
+        facts = {
+            "node": self.home.path.name,
+            "model": self.policy.name,
+            "lora": self.policy.lora,
+            "peer_id": self.identity.peer_id,
+            "swarm": self.config.swarm,
+            "task": self.node.task.name,
+            "addresses": list(addresses),
+            "version": __version__,
+        }
+        self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="start", data=facts))
+
+    def _find_peers(self) -> None:
+        """Wait a little for the first peer, if this node was told of any."""
+        network = self.config.network
+        if not network.peers and not network.directory_peers:
+            return
+        self.status.enter(State.FINDING_PEERS, waiting_for="the first peer")
+        deadline = time.monotonic() + FIRST_PEER_S
+        while not self.gossip.report().peers:
+            if time.monotonic() > deadline:
+                self.say(f"no peer answered within {FIRST_PEER_S:.0f} s: training alone, and still dialling")
+                return
+            time.sleep(0.1)
+
+    def _done(self) -> bool:
+        run = self.config.run
+        if run.steps is not None and self.node.steps >= run.steps:
+            return True
+        return run.minutes is not None and time.monotonic() - self.started_at >= 60 * run.minutes
+
+    def _checkpoint_due(self) -> bool:
+        run = self.config.run
+        return self.node.steps % run.checkpoint_every == 0 or time.monotonic() - self.saved_at > 60 * run.checkpoint_minutes
+
+    def _checkpoint(self) -> None:
+        self.status.enter(State.CHECKPOINTING)
+        save_checkpoint(self.home.checkpoints, self.node.checkpoint())
+        self.saved_step, self.saved_at = self.node.steps, time.monotonic()
+
+    def _evaluate(self) -> None:
+        evaluation = self.node.evaluate("eval")
+        self.metrics.write(evaluation.row(self.node.steps, time.time()))
+        self.say(
+            f"step {self.node.steps} · accuracy on {evaluation.problems} held-out problems {evaluation.accuracy:.3f} "
+            f"± {evaluation.standard_error:.3f} · length {evaluation.length_mean:.0f}"
+        )
+
+    def _leave(self) -> None:
+        self.status.enter(State.STOPPING)
+        try:
+            if self.saved_step != self.node.steps:
+                self._checkpoint()
+                self.say(f"checkpoint of step {self.node.steps} written to {self.home.checkpoints}")
+        finally:
+            self.gossip.close()
+            self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="stop"))
+            self.metrics.close()
+            self.status_file.close()
+
+    def _open_network(self, task: Task) -> Libp2pGossip:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """What `swarm-node status` shows."""
+        snapshot, network = self.status.snapshot(), self.gossip.report()
+        return {
+            "pid": os.getpid(),
+            "updated": time.time(),
+            "state": snapshot.state,
+            "since": snapshot.since,
+            "waiting_for": snapshot.waiting_for or network.trouble,
+            "step": snapshot.step,
+            "swarm": self.config.swarm,
+            "model": self.policy.name,
+            "peer_id": self.identity.peer_id,
+            "addresses": list(network.addresses),
+            "peers": network.peers,
+            "restarts": network.restarts,
+            "groups_sent": self.node.totals.groups_sent,
+            "groups_received": network.received,
+            "groups_admitted": self.node.totals.groups_admitted,
+            "own_groups_used": self.node.totals.own_groups_used,
+            "foreign_groups_used": self.node.totals.foreign_groups_used,
+            "rejections": self.node.rejections(),
+        }

@@ -1,0 +1,359 @@
+"""One node: the loop in which the rooms meet, and the only place where they do.
+
+A step, top to bottom: draw problems, choose the group size, sample the groups, publish them, take in what peers sent, learn, and tell
+the controller how long the completions were. A node that hears nobody takes the same path with an empty inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from swarm_protocols.codec import decode_group, encode_group
+from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemRef, hash_prompt
+from swarm_protocols.reject import Rejected
+
+from swarm_node.config import Config
+from swarm_node.control.sagc import Controller, Decision, Observation
+from swarm_node.evaluation import Evaluation, evaluate
+from swarm_node.learning.batch import ScoredGroup
+from swarm_node.learning.pool import Pool, PoolState
+from swarm_node.learning.report import StepReport
+from swarm_node.learning.samples import split_one_reward
+from swarm_node.learning.trainer import Trainer
+from swarm_node.network.admission import FullAdmission
+from swarm_node.network.gossip import Gossip
+from swarm_node.observe.metrics import Increments, StepRow
+from swarm_node.observe.status import State, Status
+from swarm_node.policy.checkpoint import Checkpoint
+from swarm_node.policy.policy import Policy
+from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
+from swarm_node.rollout.reference import ReferenceEngine
+from swarm_node.tasks.assignment import assigned_index
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+
+
+class ResumeError(ValueError):
+    """A checkpoint does not belong to this configuration; the message says what differs and what to do."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One step's own groups and what scoring them found."""
+
+    groups: tuple[ScoredGroup, ...]
+    rewards: tuple[Reward, ...]
+    """Of every completion whose reward could be computed."""
+    rollout: Rollout
+    decision: Decision
+
+
+@dataclass
+class Totals:
+    """Running totals over the node's life; they are part of the checkpoint."""
+
+    groups_sent: int = 0
+    groups_admitted: int = 0
+    own_groups_used: int = 0
+    foreign_groups_used: int = 0
+    reward_errors: int = 0
+
+
+class Node:
+    """A policy that samples, exchanges and learns. One step a call; no thread, no signal, no file."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        policy: Policy,
+        task: Task,
+        peer_id: str,
+        gossip: Gossip,
+        status: Status | None = None,
+        clock: Callable[[], float] = time.time,
+        sequence: int | None = None,
+    ) -> None:
+        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds."""
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.peer_id = peer_id
+        self.gossip = gossip
+        self.status = status or Status(clock)
+        self.clock = clock
+        self.engine: Engine = ReferenceEngine(policy, config.rollout)
+        self.controller = Controller(config.control, config.run.seed)
+        self.pool = Pool(config.pool)
+        self.trainer = Trainer(policy, config.learning)
+        self.admission = FullAdmission(
+            config.admission,
+            prompt_tokens=lambda ref: self.prompt(self.problem(ref)),
+            vocab_size=policy.vocab_size,
+            stop_ids=policy.stop_ids,
+        )
+        self.totals = Totals()
+        self.steps = 0
+        self._sequence = time.time_ns() if sequence is None else sequence
+        self._increments = Increments()
+        self._boundary = self._state()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------------
+
+    def step(self, before_update: Callable[[], None] = lambda: None) -> StepRow:
+        """Take one step.
+
+        Args:
+            before_update: called right before the weights change for the first time. Until then the step can be abandoned by an
+                exception and `checkpoint` still describes the step before; afterwards it must be left to finish.
+        """
+        began = time.perf_counter()
+        self.status.enter(State.ROLLING_OUT, step=self.steps)
+        decision = self.controller.choose()
+        sampled = self.sample(self.next_problems(), decision)
+
+        self.status.enter(State.EXCHANGING)
+        self.publish(sampled.groups)
+        admitted = self.take_in()
+
+        self.status.enter(State.LEARNING)
+        for group in (*sampled.groups, *admitted):
+            self.pool.add(group)
+        learned = self.trainer.step(self.draw(), before_update)
+        self.engine.policy_updated(self.steps + 1)
+
+        observed = self.controller.observe(
+            [[len(completion) for completion in group] for group in sampled.rollout.groups],
+            [[completion.finish is Finish.LENGTH for completion in group] for group in sampled.rollout.groups],
+        )
+        self.steps += 1
+        self.totals.own_groups_used += learned.own_groups
+        self.totals.foreign_groups_used += learned.foreign_groups
+        self._boundary = self._state()
+        self.gossip.progress(self.steps, self.policy.name)
+        return self._row(sampled, observed, learned, len(admitted), time.perf_counter() - began)
+
+    def next_problems(self) -> list[Problem]:
+        """This step's problems: assigned by peer id and step, so that nobody can pick easy ones."""
+        seed = self.config.task.seed
+        slots = range(self.config.rollout.prompts_per_step)
+        return [self.task.problem(seed, assigned_index(self.peer_id, self.steps, slot, seed)) for slot in slots]
+
+    def sample(self, problems: Sequence[Problem], decision: Decision) -> Sampled:
+        """Sample and score one group a problem."""
+        prompts = [self.prompt(problem) for problem in problems]
+        requests = [GroupRequest(prompt, decision.size, self.steps << 16 | slot) for slot, prompt in enumerate(prompts)]
+        options = self.config.rollout
+        rollout = self.engine.generate(
+            requests, seed=self.config.run.seed, temperature=options.temperature, max_new_tokens=options.max_new_tokens
+        )
+        groups: list[ScoredGroup] = []
+        rewards: list[Reward] = []
+        for problem, prompt, completions in zip(problems, prompts, rollout.groups, strict=True):
+            group = self._group(problem, prompt, completions, decision)
+            scores = self.score(problem, completions)
+            rewards += [score for score in scores if score is not None]
+            groups.append(self._scored(group, prompt, scores, self.peer_id, encode_group(group)))
+        return Sampled(tuple(groups), tuple(rewards), rollout, decision)
+
+    def publish(self, groups: Sequence[ScoredGroup]) -> None:
+        """Send own groups to the peers."""
+        for group in groups:
+            self.gossip.publish(group.body)
+            self.totals.groups_sent += 1
+
+    def take_in(self) -> list[ScoredGroup]:
+        """Groups of peers that pass every check, scored here: no reward is ever taken from the wire."""
+        admitted: list[ScoredGroup] = []
+        for received in self.gossip.drain():
+            try:
+                group, prompt = self.admission.admit(received.sender, received.body)
+            except Rejected as rejected:  # counted by admission
+                log.debug("a group of %s was refused: %s", received.sender, rejected)
+                continue
+            scores = self.score(self.problem(group.problem), group.completions)
+            admitted.append(self._scored(group, prompt, scores, received.sender, received.body))
+        self.totals.groups_admitted += len(admitted)
+        return admitted
+
+    def draw(self) -> list[ScoredGroup]:
+        """The step's batch; with DAPO's dynamic sampling, foreign groups that cannot teach make room for others."""
+        batch = self.pool.draw(self.steps)
+        if self.config.learning.algorithm != "dapo":
+            return batch
+        useful, useless = split_one_reward(batch, self.config.learning)
+        return useful + self.pool.replace(self.steps, useless)
+
+    def evaluate(self, split: Split) -> Evaluation:
+        """Sampled accuracy on a split that is never trained on."""
+        self.status.enter(State.EVALUATING)
+        return evaluate(
+            self.policy, self.engine, self.task, split=split, problems=self.config.run.eval_problems, samples=self.config.run.eval_samples,
+            temperature=self.config.run.eval_temperature, max_new_tokens=self.config.rollout.max_new_tokens,
+        )  # fmt: skip
+
+    # -- prompts and rewards ------------------------------------------------------------------------------------------------------
+
+    def problem(self, ref: ProblemRef) -> Problem:
+        """The training problem that a reference names."""
+        return self.task.problem(ref.seed, ref.index)
+
+    def prompt(self, problem: Problem) -> NDArray[np.int32]:
+        """Token ids (P,) of a problem's prompt."""
+        return self.policy.encode_prompt(problem.prompt)
+
+    def score(self, problem: Problem, completions: Sequence[Completion]) -> list[Reward | None]:
+        """Rewards computed here; None where one could not be computed, which is not the same as a wrong answer."""
+        scores: list[Reward | None] = []
+        for completion in completions:
+            try:
+                scores.append(self.task.reward(problem, self.policy.decode(completion.tokens)))
+            except RewardError:
+                self.totals.reward_errors += 1
+                scores.append(None)
+        return scores
+
+    def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], decision: Decision) -> Group:
+        self._sequence += 1
+        tag = PolicyTag(
+            model=self.policy.name,
+            fingerprint=self.policy.fingerprint,
+            step=self.steps,
+            engine=self.engine.name,
+            dtype=str(self.policy.dtype).removeprefix("torch."),
+            sparse_budget=0,
+            temperature=self.config.rollout.temperature,
+            group_size=decision.size,
+        )
+        ref = ProblemRef(problem.task, problem.seed, problem.index)
+        return Group(ref, hash_prompt(prompt), tag, self.clock(), self._sequence, completions)
+
+    def _scored(self, group: Group, prompt: NDArray[np.int32], scores: Sequence[Reward | None], sender: str, body: bytes) -> ScoredGroup:
+        rewards = tuple(None if score is None else score.value for score in scores)
+        return ScoredGroup(group, prompt, rewards, sender, sender == self.peer_id, self.steps, body)
+
+    # -- stop and resume ----------------------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything that the next step depends on, as it was when the last step ended."""
+        state, bodies = self._boundary
+        weights = {name: parameter.detach() for name, parameter in self.policy.trainable().items()}
+        optimiser, _ = self.trainer.state_dict()
+        return Checkpoint(step=self.steps, weights=weights, optimiser=optimiser, state=state, bodies=bodies)
+
+    def _state(self) -> tuple[dict[str, Any], list[bytes]]:
+        pool = self.pool.state()
+        _, trainer = self.trainer.state_dict()
+        state = {
+            "version": STATE_VERSION,
+            "model": self.policy.name,
+            "fingerprint": self.policy.fingerprint,
+            "lora": self.policy.lora,
+            "task": self.task.name,
+            "controller": self.controller.state(),
+            "pool": pool.metadata,
+            "trainer": trainer,
+            "totals": asdict(self.totals),
+        }
+        return state, pool.bodies
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ResumeError: it was made by another model or in another version's format.
+        """
+        state = checkpoint.state
+        if state.get("version") != STATE_VERSION:
+            found = state.get("version")
+            raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
+        if (state["fingerprint"], state["lora"]) != (self.policy.fingerprint, self.policy.lora):
+            made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
+            here = f"{self.policy.name} ({'LoRA' if self.policy.lora else 'full'})"
+            raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
+        self.policy.load_weights(checkpoint.weights)
+        self.trainer.load_state_dict(checkpoint.optimiser, state["trainer"])
+        self.controller.restore(state["controller"])
+        self.pool.restore(PoolState(checkpoint.bodies, state["pool"]), decode_group)
+        self.totals = Totals(**state["totals"])
+        self.steps = checkpoint.step
+        self.engine.policy_updated(self.steps)
+        self._boundary = self._state()
+
+    # -- what is shown ------------------------------------------------------------------------------------------------------------
+
+    def rejections(self) -> dict[str, int]:
+        """Reject reason -> count, of both halves of admission."""
+        counts = dict(self.admission.rejections)
+        for reason, count in self.gossip.report().rejections.items():
+            counts[reason] = counts.get(reason, 0) + count
+        return counts
+
+    def _row(self, sampled: Sampled, observed: Observation, learned: StepReport, admitted: int, seconds: float) -> StepRow:
+        network = self.gossip.report()
+        lengths = np.array([len(completion) for group in sampled.rollout.groups for completion in group])
+        cut = np.array([completion.finish is Finish.LENGTH for group in sampled.rollout.groups for completion in group])
+        rewards = np.array([reward.value for reward in sampled.rewards] or [np.nan])
+        correct = np.array([reward.correct for reward in sampled.rewards] or [np.nan])
+        used = learned.own_groups + learned.foreign_groups
+        since = self._increments.of({"received": network.received, "dropped": network.dropped, "restarts": network.restarts})
+        refused = self._increments.of({f"rejected {reason}": count for reason, count in self.rejections().items()})
+        report, metrics = sampled.rollout.report, learned.metrics
+        return StepRow(
+            step=self.steps,
+            time=self.clock(),
+            seconds=seconds,
+            reward_mean=float(rewards.mean()),
+            reward_std=float(rewards.std()),
+            accuracy=float(correct.mean()),
+            length_mean=float(lengths.mean()),
+            length_max=int(lengths.max()),
+            truncated_share=float(cut.mean()),
+            group_size=sampled.decision.size,
+            sagc_lambda=observed.multiplier,
+            straggler_rate=observed.rate,
+            straggler_target=self.config.control.delta,
+            feasible=not observed.infeasible,
+            own_groups_used=learned.own_groups,
+            foreign_groups_used=learned.foreign_groups,
+            foreign_share=learned.foreign_groups / used if used else np.nan,
+            pool_groups=len(self.pool),
+            kept_share=metrics.kept_share,
+            zero_variance_share=learned.zero_variance_share,
+            stepped=learned.stepped,
+            loss=learned.loss,
+            grad_norm=learned.grad_norm,
+            learning_rate=learned.learning_rate,
+            ratio_mean=metrics.ratio_mean,
+            ratio_max=metrics.ratio_max,
+            ratio_truncated_share=metrics.ratio_truncated_share,
+            clip_fraction=metrics.clip_fraction,
+            approx_kl=metrics.approx_kl,
+            approx_kl_sum=metrics.approx_kl_sum,
+            entropy=metrics.entropy,
+            rollout_tokens=report.tokens,
+            rollout_seconds=report.seconds,
+            rollout_tokens_per_second=report.tokens_per_second,
+            slot_idle_share=report.slot_idle_share,
+            straggler_seconds=report.straggler_seconds,
+            learning_tokens=learned.tokens,
+            learning_seconds=learned.seconds,
+            learning_tokens_per_second=learned.tokens_per_second,
+            peers=network.peers,
+            groups_sent=len(sampled.groups),
+            groups_received=since.get("received", 0),
+            groups_admitted=admitted,
+            groups_dropped=since.get("dropped", 0),
+            network_restarts=since.get("restarts", 0),
+            rejections={name.removeprefix("rejected "): count for name, count in refused.items()},
+            waiting_for=network.trouble,
+        )
