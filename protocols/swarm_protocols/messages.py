@@ -89,7 +89,7 @@ def decode_message(raw: bytes, limits: Limits = DEFAULT_LIMITS) -> Message | Ign
         return Ignored("newer_minor")
     if kind not in _KINDS.values():
         return Ignored("unknown_kind")
-    fields = unpack(raw, max_array=max(8, limits.wants))
+    fields = unpack(raw, max_array=64)
     fields.natural("minor version")
     fields.text("kind", max_bytes=limits.text_bytes)
     message: Message
