@@ -1,7 +1,7 @@
 """The configuration: one schema, composed of the rooms' option tables; defaults < file < command line.
 
-A file is TOML: the swarm's name, then one table a room. Every value remembers where it came from, and every error names the file, the line, the key,
-the value and what is allowed.
+A file is TOML: the swarm's name, then one table a room. Every value remembers where it came from, and every error names the file, the
+line, the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from swarm_node.control.options import SagcOptions
 from swarm_node.home import default_home
 from swarm_node.learning.options import LearningOptions, PoolOptions
+from swarm_node.network.admission_options import AdmissionOptions
 from swarm_node.network.options import NetworkOptions
 from swarm_node.options import Options
 from swarm_node.policy.options import ModelOptions
@@ -50,6 +51,8 @@ class RunOptions(Options):
     """Problems of an evaluation."""
     eval_samples: int = Field(4, ge=1, le=4096)
     """Completions sampled for each of them."""
+    eval_temperature: float = Field(1.0, gt=0, le=4)
+    """Sampling temperature of evaluations."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything this node draws: rollout noise, control, the pool. Same seed, same run."""
     home: Path | None = None
@@ -68,6 +71,7 @@ class Config(Options):
     learning: LearningOptions = LearningOptions()
     pool: PoolOptions = PoolOptions()
     network: NetworkOptions = NetworkOptions()
+    admission: AdmissionOptions = AdmissionOptions()
     run: RunOptions = RunOptions()
 
     @property

@@ -8,15 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from swarm_protocols.group import Finish
 
+from swarm_node.config import Config
 from swarm_node.observe.metrics import EvalRow
+from swarm_node.policy.checkpoint import load_latest
+from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest
 from swarm_node.tasks.base import RewardError, Split, Task
 
 COMPLETIONS_A_CALL = 512
 """Completions asked of the engine at once: enough to fill its batches, few enough to show progress."""
+
+
+class EvaluationError(ValueError):
+    """There is nothing to evaluate where the user pointed."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,19 @@ class Evaluation:
     """Completions whose reward could not be computed; they count nowhere."""
     tokens: int
     seconds: float
+    per_problem: tuple[float, ...]
+    """Share of right answers of every problem, in order."""
+
+    def compare(self, base: Evaluation) -> tuple[float, float]:
+        """Accuracy minus that of `base`, and the standard error of this difference, paired by problem.
+
+        Raises:
+            ValueError: the two did not meet the same problems.
+        """
+        if (self.task, self.split, self.seed, self.problems) != (base.task, base.split, base.seed, base.problems):
+            raise ValueError("evaluations of different problems cannot be compared by problem")
+        differences = np.subtract(self.per_problem, base.per_problem)
+        return float(differences.mean()), _standard_error(differences)
 
     def row(self, step: int, time: float) -> EvalRow:
         """As a row of the metrics file, measured after `step` optimiser steps."""
@@ -120,7 +141,7 @@ def evaluate(
         seed=seed,
         temperature=temperature,
         accuracy=float(np.mean(accuracies)),
-        standard_error=float(np.std(accuracies, ddof=1) / math.sqrt(problems)) if problems > 1 else math.nan,
+        standard_error=_standard_error(np.array(accuracies)),
         reward_mean=float(np.mean(rewards)),
         length_mean=float(np.mean(lengths)),
         length_max=max(lengths),
@@ -128,4 +149,29 @@ def evaluate(
         unscored=unscored,
         tokens=sum(lengths),
         seconds=time.monotonic() - started,
+        per_problem=tuple(accuracies),
     )
+
+
+def load_trained(config: Config) -> tuple[Policy, int]:
+    """The policy of a node's latest checkpoint, and its step.
+
+    Raises:
+        EvaluationError: the home folder holds no checkpoint, or one of another model.
+        ModelError: the model cannot be loaded.
+    """
+    checkpoint = load_latest(config.home / "checkpoints")
+    if checkpoint is None:
+        raise EvaluationError(
+            f"{config.home} holds no checkpoint: name the home folder of a node that has trained, or a model with --model"
+        )
+    policy = load_policy(config.model)
+    try:
+        policy.load_weights(checkpoint.weights)
+    except ValueError as error:
+        raise EvaluationError(f"{config.home}: {error}") from error
+    return policy, checkpoint.step
+
+
+def _standard_error(values: NDArray[np.float64]) -> float:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan

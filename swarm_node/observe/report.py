@@ -109,17 +109,28 @@ def read_runs(folders: Iterable[Path]) -> list[NodeRun]:
 
 
 def build_report(folders: Iterable[Path], out: Path) -> Path:
-    """Write the report of the nodes under `folders` to `out` (replaced in one go) and return it.
+    """Write the report of the nodes under `folders` to `out` and return it.
 
     Raises:
-        ReportError: a folder has no metrics.
-        OSError: `out` cannot be written.
+        ReportError: a folder has no metrics, or `out` cannot be written.
     """
-    page = render_report(read_runs(folders))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(out)
+    return write_report(read_runs(folders), out)
+
+
+def write_report(runs: Sequence[NodeRun], out: Path) -> Path:
+    """Write the report of `runs` to `out`, replacing an older one in one go, and return it.
+
+    Raises:
+        ReportError: `out` cannot be written.
+    """
+    page = render_report(runs)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = out.with_name(f".{out.name}.{os.getpid()}")
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        raise ReportError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from error
     return out
 
 
