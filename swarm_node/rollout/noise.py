@@ -1,0 +1,32 @@
+"""Counter-based noise: one number per (seed, group key, completion, position), so that a token does not depend on what else is in the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The finaliser of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", variant 13) and its increment.
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def streams(seed: int, keys: NDArray[np.uint64], completions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One random stream per completion: a hash (B,) of the seed, the group's key (B,) and the completion's index in the group (B,)."""
+    with np.errstate(over="ignore"):
+        start = _mix(np.full(len(keys), seed % 2**64, dtype=np.uint64) + _INCREMENT)
+        return _mix(_mix(start + keys * _INCREMENT) + (completions + np.uint64(1)) * _INCREMENT)
+
+
+def uniforms(streams: NDArray[np.uint64], position: int) -> NDArray[np.float64]:
+    """The number of each stream (B,) at a token position: uniform in the open interval (0, 1), a multiple of 2^-53."""
+    with np.errstate(over="ignore"):
+        bits = _mix(streams + np.full(1, position + 1, dtype=np.uint64) * _INCREMENT)
+    # 52 bits and a half: neither 0 nor 1 can come out, and every value is exact in float64.
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * _FIRST
+    value = (value ^ (value >> np.uint64(27))) * _SECOND
+    return value ^ (value >> np.uint64(31))

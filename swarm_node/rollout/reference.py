@@ -1,0 +1,177 @@
+"""The reference engine: dense attention through the model's own forward, simple enough to judge every other engine by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from swarm_protocols.group import Completion
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from swarm_node.policy.parts import body, cache_argument, head, unwrap
+from swarm_node.policy.policy import Policy
+from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
+from swarm_node.rollout.noise import streams, uniforms
+from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.sampler import draw
+from swarm_node.rollout.slots import Slots
+
+_COMPACT_SHARE = 0.25
+
+
+class ReferenceEngine:
+    """Samples whole groups, batch by batch, each batch from prefill to its last stop token."""
+
+    name = "reference"
+
+    def __init__(self, policy: Policy, options: RolloutOptions) -> None:
+        self._policy = policy
+        self._max_batch = options.max_batch
+
+    def policy_updated(self, step: int) -> None:
+        """Nothing to forget: no cache outlives a call of `generate`."""
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int) -> Rollout:
+        """Sample every group to its end.
+
+        Raises:
+            ValueError: an empty prompt, a group of size 0, or a prompt that leaves no room for `max_new_tokens` in the model's context.
+            FloatingPointError: the model's logits are not finite.
+        """
+        self._check(requests, max_new_tokens)
+        model = self._policy.model
+        training = model.training
+        model.eval()
+        started = time.perf_counter()
+        completions: list[Completion] = []
+        idle = steps = 0
+        finished_at: list[float] = []
+        try:
+            for owners, members in self._batches(requests):
+                slots = self._decode(requests, owners, members, seed, temperature, max_new_tokens)
+                completions += slots.completions()
+                finished_at += slots.finished_at.tolist()
+                idle += slots.idle
+                steps += slots.steps
+        finally:
+            model.train(training)
+
+        groups, straggling, first = [], 0.0, 0
+        for request in requests:
+            last = first + request.size
+            groups.append(tuple(completions[first:last]))
+            times = sorted(finished_at[first:last])
+            straggling += times[-1] - times[(request.size - 1) // 2]
+            first = last
+        report = RolloutReport(
+            tokens=sum(map(len, completions)),
+            seconds=time.perf_counter() - started,
+            slot_idle_share=idle / steps if steps else 0.0,
+            straggler_seconds=straggling,
+        )
+        return Rollout(groups=tuple(groups), report=report)
+
+    def _check(self, requests: Sequence[GroupRequest], max_new_tokens: int) -> None:
+        limit = getattr(unwrap(self._policy.model).config, "max_position_embeddings", None)
+        for index, request in enumerate(requests):
+            if len(request.prompt) < 1 or request.size < 1:
+                raise ValueError(
+                    f"request {index} has {len(request.prompt)} prompt tokens and size {request.size}; both must be at least 1"
+                )
+            if limit is not None and len(request.prompt) + max_new_tokens > limit:
+                raise ValueError(
+                    f"request {index}: {len(request.prompt)} prompt tokens and max_new_tokens {max_new_tokens} exceed the model's context of "
+                    f"{limit} tokens; lower rollout.max_new_tokens"
+                )
+
+    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(request, member) of each slot, in order, at most `max_batch` slots at a time; a group is only cut when it is larger than that."""
+        owners: list[int] = []
+        members: list[int] = []
+        for index, request in enumerate(requests):
+            if owners and len(owners) + request.size > self._max_batch:
+                yield np.array(owners), np.array(members)
+                owners, members = [], []
+            for member in range(request.size):
+                if len(owners) == self._max_batch:
+                    yield np.array(owners), np.array(members)
+                    owners, members = [], []
+                owners.append(index)
+                members.append(member)
+        if owners:
+            yield np.array(owners), np.array(members)
+
+    def _decode(
+        self,
+        requests: Sequence[GroupRequest],
+        owners: NDArray[np.int64],
+        members: NDArray[np.int64],
+        seed: int,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> Slots:
+        """Sample one batch; all slots are at the same position of their completions."""
+        policy = self._policy
+        device = policy.device
+        transformer, project = body(policy.model), head(policy.model)
+        cache_name = cache_argument(policy.model)
+        keys = np.array([request.key % 2**64 for request in requests], dtype=np.uint64)
+        noise = streams(seed, keys[owners], members.astype(np.uint64))
+        slots = Slots(len(owners), max_new_tokens, policy.stop_ids)
+
+        distinct, prompt_of = np.unique(owners, return_inverse=True)
+        hidden, cache, mask, lengths = self._prefill([requests[index].prompt for index in distinct], max_new_tokens)
+        rows = torch.from_numpy(prompt_of).to(device)
+        hidden, mask, lengths = hidden[rows], mask[rows], lengths[rows]
+        cache.batch_select_indices(rows)
+        width = mask.shape[1] - max_new_tokens
+
+        for position in range(max_new_tokens):
+            numbers = torch.from_numpy(uniforms(noise[slots.active], position)).to(device)
+            tokens, logprobs = draw(project(hidden), numbers, temperature)
+            slots.record(position, tokens.cpu().numpy(), logprobs.cpu().numpy())
+            if slots.all_finished or position + 1 == max_new_tokens:
+                break
+            if slots.finished_share >= _COMPACT_SHARE:
+                alive = torch.from_numpy(slots.compact()).to(device)
+                tokens, mask, lengths = tokens[alive], mask[alive], lengths[alive]
+                cache.batch_select_indices(alive)
+            output = transformer(
+                input_ids=tokens[:, None],
+                attention_mask=mask[:, : width + position + 1],
+                position_ids=(lengths + position)[:, None],
+                use_cache=True,
+                **{cache_name: cache},
+            )
+            hidden = output.last_hidden_state[:, -1]
+        return slots
+
+    def _prefill(self, prompts: list[NDArray[np.int32]], max_new_tokens: int) -> tuple[Tensor, Cache, Tensor, Tensor]:
+        """Run the prompts once, padded on the left.
+
+        Returns:
+            The last hidden states (N, H), the cache, the attention mask (N, longest prompt + max_new_tokens), the prompts' lengths (N,).
+        """
+        model, device = self._policy.model, self._policy.device
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.ones(len(prompts), width + max_new_tokens, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
+            mask[row, : width - len(prompt)] = False
+        ids, mask = ids.to(device), mask.to(device)
+        lengths = mask[:, :width].sum(-1)
+        cache = DynamicCache(config=unwrap(model).config)
+        output = body(model)(
+            input_ids=ids,
+            attention_mask=mask[:, :width],
+            position_ids=(mask[:, :width].cumsum(-1) - 1).clamp(min=0),
+            use_cache=True,
+            **{cache_argument(model): cache},
+        )
+        return output.last_hidden_state[:, -1], cache, mask, lengths
