@@ -1,0 +1,236 @@
+"""The trainer: one optimiser step on a batch of groups, resumable to the bit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from swarm_node.learning.batch import ScoredGroup
+from swarm_node.learning.ftis import completion_weights, keep_mask, partial_loss, row_statistics
+from swarm_node.learning.optimiser import Optimiser
+from swarm_node.learning.options import LearningOptions
+from swarm_node.learning.report import StepReport
+from swarm_node.learning.samples import Batch, Sample, micro_batches, prepare
+from swarm_node.learning.statistics import LossMetrics, RowStatistics, summarise
+from swarm_node.policy.logprobs import completion_logprobs
+
+FULL_LEARNING_RATE = 1e-6
+LORA_LEARNING_RATE = 1e-5
+
+
+class LearnablePolicy(Protocol):
+    """What the trainer needs of `swarm_node.policy.policy.Policy`."""
+
+    model: nn.Module
+    device: torch.device
+    lora: bool
+
+    def trainable(self) -> dict[str, nn.Parameter]: ...
+
+
+class OutOfMemory(RuntimeError):
+    """Memory does not suffice for a single completion."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward and backward over a whole batch; the gradient is in the parameters."""
+
+    loss: float
+    rows: RowStatistics
+    own: Tensor
+    """bool (C,): which rows are own."""
+    theta: list[Tensor]
+    """Detached log-probs by sample, on the CPU."""
+    micro_batches: int
+
+
+class Trainer:
+    """Learns from groups by the configured algorithm. Deterministic to the bit on one thread."""
+
+    def __init__(self, policy: LearnablePolicy, options: LearningOptions) -> None:
+        self.options = options
+        self.steps = 0
+        """Optimiser steps taken."""
+        self._policy = policy
+        self._budget = options.tokens_per_micro_batch
+        self._optimiser = Optimiser(policy.trainable(), options)
+        self._base_rate = options.learning_rate or (LORA_LEARNING_RATE if policy.lora else FULL_LEARNING_RATE)
+        self._autocast = options.autocast == "on" or (
+            options.autocast == "auto" and policy.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimiser step: linear warm-up, then constant."""
+        warmup = self.options.warmup_steps
+        return self._base_rate * (min(1.0, (self.steps + 1) / warmup) if warmup else 1.0)
+
+    def step(self, groups: Sequence[ScoredGroup]) -> StepReport:
+        """Take `inner_steps` optimiser steps on the groups; none, and no scheduler step, when nothing can be learned from them.
+
+        Raises:
+            OutOfMemory: not even one completion at a time fits.
+        """
+        started = time.perf_counter()
+        batch = prepare(groups, self.options)
+        report = StepReport(
+            step=self.steps,
+            own_groups=batch.own_groups,
+            foreign_groups=batch.foreign_groups,
+            zero_variance_groups=batch.zero_variance_groups,
+            small_groups=batch.small_groups,
+            unscored_completions=batch.unscored,
+            replacements_wanted=batch.zero_variance_groups if self.options.algorithm == "dapo" else 0,
+        )
+        if not batch.samples:
+            return replace(report, skipped=_nothing_to_learn(len(groups), batch), seconds=time.perf_counter() - started)
+        old: list[Tensor] | None = None
+        retries = tokens = 0
+        for _ in range(self.options.inner_steps):
+            done, retried = self._accumulate_within_memory(batch, old)
+            old = old or done.theta
+            retries += retried
+            metrics = summarise(done.rows)
+            tokens += metrics.tokens
+            report = replace(
+                report,
+                loss=done.loss,
+                metrics=metrics,
+                foreign_metrics=summarise(done.rows.select(~done.own)),
+                micro_batches=done.micro_batches,
+                memory_retries=retries,
+                tokens=tokens,
+            )
+            skipped, norm, rate = self._update(metrics)
+            report = replace(report, step=self.steps, grad_norm=norm, learning_rate=rate)
+            if skipped:
+                break
+            report = replace(report, stepped=True)
+        return replace(report, skipped="" if report.stepped else skipped, seconds=time.perf_counter() - started)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The optimiser as float32 tensors by name, and JSON scalars. The weights themselves are the policy's to save."""
+        return self._optimiser.state_dict(), {"steps": self.steps, "tokens_per_micro_batch": self._budget}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, to the bit, once the policy's weights are loaded.
+
+        Raises:
+            ValueError: the state is of another model, mode or dtype.
+        """
+        self._optimiser.load_state_dict(tensors)
+        self.steps = int(scalars["steps"])
+        self._budget = int(scalars["tokens_per_micro_batch"])
+
+    def _update(self, metrics: LossMetrics) -> tuple[str, float, float]:
+        """Take the optimiser step. Returns why not (empty if it was taken), the gradient's norm, and the learning rate."""
+        rate = self.learning_rate
+        if metrics.kept == 0:
+            self._optimiser.clear()
+            return f"no kept token: the filter dropped all {metrics.completions} completions", 0.0, rate
+        norm = self._optimiser.step(rate)
+        if not math.isfinite(norm):
+            return f"the gradient's norm is {norm}: the policy's log-probs overflowed", norm, rate
+        self.steps += 1
+        return "", norm, rate
+
+    def _accumulate_within_memory(self, batch: Batch, old: list[Tensor] | None) -> tuple[_Pass, int]:
+        """`_accumulate`, redone from the start with half the micro-batch whenever memory runs out; the gradient is the same."""
+        retries = 0
+        while True:
+            try:
+                return self._accumulate(batch, old), retries
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            # Outside the handler, whose traceback would keep the graph alive.
+            self._optimiser.clear()
+            if self._policy.device.type == "cuda":
+                torch.cuda.empty_cache()
+            lengths = [len(sample) for sample in batch.samples]
+            largest = max(len(rows) * max(lengths[row] for row in rows) for rows in micro_batches(lengths, self._budget))
+            if largest <= max(lengths):
+                raise OutOfMemory(
+                    f"out of memory with one completion of {max(lengths)} tokens (prompt included) at a time: "
+                    f"lower max_new_tokens, choose a smaller model, or train with LoRA ({reason})"
+                )
+            self._budget = largest // 2
+            retries += 1
+
+    def _accumulate(self, batch: Batch, old: list[Tensor] | None) -> _Pass:
+        self._optimiser.clear()
+        samples = batch.samples
+        parts = micro_batches([len(sample) for sample in samples], self._budget)
+        lengths = torch.tensor([len(sample.completion) for sample in samples])
+        sizes = torch.tensor(batch.group_sizes)
+        keep = torch.ones(len(samples), dtype=torch.bool)
+        if self.options.normalizer == "kept":
+            # How many are kept is in everyone's denominator, so it must be known before the first backward.
+            with torch.no_grad():
+                for rows in parts:
+                    chosen = [samples[row] for row in rows]
+                    truncated, gen, counts, advantages = _columns(chosen)
+                    keep[rows] = keep_mask(self._theta(chosen), gen, counts, advantages, self.options, truncated)
+        weights = completion_weights(lengths, sizes, self.options, keep, batch.counted_groups)
+        losses: list[float] = []
+        statistics: list[RowStatistics] = []
+        theta_of: list[Tensor] = [torch.empty(0)] * len(samples)
+        for rows in parts:
+            chosen = [samples[row] for row in rows]
+            theta = self._theta(chosen)
+            seen = theta.detach()
+            truncated, gen, counts, advantages = _columns(chosen)
+            mask = keep[rows] if self.options.normalizer == "kept" else keep_mask(seen, gen, counts, advantages, self.options, truncated)
+            start = seen if old is None else torch.cat([old[row] for row in rows])
+            if mask.any():
+                loss = partial_loss(theta, gen, start, counts, advantages, weights[rows], mask, self.options)
+                loss.backward()
+                losses.append(float(loss.detach()))
+                self._optimiser.collect()
+            statistics.append(row_statistics(seen, gen, start, counts, advantages, mask, self.options))
+            for row, part in zip(rows, seen.split(counts.tolist()), strict=True):
+                theta_of[row] = part
+        order = [row for rows in parts for row in rows]
+        return _Pass(
+            loss=math.fsum(losses),
+            rows=RowStatistics.concatenate(statistics),
+            own=torch.tensor([samples[row].own for row in order]),
+            theta=theta_of,
+            micro_batches=len(parts),
+        )
+
+    def _theta(self, samples: Sequence[Sample]) -> Tensor:
+        """The policy's log-probs of the samples' tokens, flat, on the CPU: the loss over them costs nothing beside the forward."""
+        pairs = [(sample.prompt, sample.completion) for sample in samples]
+        with torch.autocast(self._policy.device.type, dtype=torch.bfloat16, enabled=self._autocast):
+            parts = completion_logprobs(self._policy.model, pairs, temperature=[sample.temperature for sample in samples])
+        return torch.cat(parts).cpu()
+
+
+def _columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Truncated (C,), recorded log-probs (T,), lengths (C,) and advantages (C,) of some samples."""
+    return (
+        torch.tensor([sample.truncated for sample in samples]),
+        torch.cat([sample.gen for sample in samples]),
+        torch.tensor([len(sample.completion) for sample in samples]),
+        torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+    )
+
+
+def _nothing_to_learn(groups: int, batch: Batch) -> str:
+    if groups == 0:
+        return "no groups"
+    return f"no advantage: of {groups} groups {batch.zero_variance_groups} have one reward and {batch.small_groups} fewer than two rewards"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has a type for it; the CPU's allocator only a message."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
