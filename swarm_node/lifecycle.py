@@ -16,18 +16,23 @@ from swarm_node.home import Home
 from swarm_node.interrupt import Interrupt, Stopped
 from swarm_node.network.identity import load_or_create
 from swarm_node.network.libp2p_gossip import Libp2pGossip
+from swarm_node.network.rules import AdmissionRules
+from swarm_node.network.swarm_id import swarm_id
 from swarm_node.node import Node
 from swarm_node.observe.metrics import EventRow, MetricsWriter
 from swarm_node.observe.status import State, Status
 from swarm_node.observe.status_file import StatusFile
 from swarm_node.observe.stepline import step_line
-from swarm_node.policy.checkpoint import load_latest, require_room, save_checkpoint
+from swarm_node.policy.checkpoint import DiskFull, check_room, load_latest, save_checkpoint
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.tasks.base import Task
 from swarm_node.tasks.registry import load_task
 
 Say = Callable[[str], None]
+
+LISTENING_S = 15.0
+"""How long the start waits for the network process, so that the address to dial can be printed."""
 
 FIRST_PEER_S = 15.0
 """How long a node that was told whom to join waits for the first peer before it trains alone; it keeps dialling."""
@@ -46,11 +51,16 @@ def run(config: Config, say: Say = print) -> int:
                 task = load_task(config.task.name)
                 say(f"loading {config.model.name}")
                 policy = load_policy(config.model)
-                require_room(home.checkpoints, policy)
+                check_room(home.checkpoints, checkpoint_bytes(policy))
                 Life(config, home, policy, task, interrupt, say).live()
         except Stopped:
             say("stopped")
         return 0
+
+
+def checkpoint_bytes(policy: Policy) -> int:
+    """What a checkpoint of this policy takes on disk, about: the weights, and AdamW's two float32 moments of each."""
+    return sum(parameter.numel() * (parameter.element_size() + 8) for parameter in policy.trainable().values())
 
 
 class Life:
@@ -108,7 +118,7 @@ class Life:
         for choice in self.policy.choices:
             self.say(choice)
         self.say(f"peer id {self.identity.peer_id}, home {self.home.path}")
-        addresses = self.gossip.wait_for_addresses()
+        addresses = self._wait_for_addresses()
         for address in addresses:
             self.say(f"others join with: swarm-node join --swarm {self.config.swarm} --peer {address}")
         if self.resumed:
@@ -125,6 +135,15 @@ class Life:
             "version": __version__,
         }
         self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="start", data=facts))
+
+    def _wait_for_addresses(self) -> tuple[str, ...]:
+        """The addresses that others can dial, as soon as the network process listens; it starts within seconds, or training goes on."""
+        deadline = time.monotonic() + LISTENING_S
+        while not (addresses := self.gossip.report().addresses) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not addresses:
+            self.say(f"the network does not listen yet ({self.gossip.report().trouble}): training alone meanwhile")
+        return addresses
 
     def _find_peers(self) -> None:
         """Wait a little for the first peer, if this node was told of any."""
@@ -150,9 +169,16 @@ class Life:
         return self.node.steps % run.checkpoint_every == 0 or time.monotonic() - self.saved_at > 60 * run.checkpoint_minutes
 
     def _checkpoint(self) -> None:
+        """Save; a disk that has filled up costs the checkpoint and not the run, and the next one is tried when it is due."""
         self.status.enter(State.CHECKPOINTING)
-        save_checkpoint(self.home.checkpoints, self.node.checkpoint())
-        self.saved_step, self.saved_at = self.node.steps, time.monotonic()
+        self.saved_at = time.monotonic()
+        try:
+            save_checkpoint(self.home.checkpoints, self.node.checkpoint())
+        except DiskFull as error:
+            self.say(f"no checkpoint of step {self.node.steps}: {error}")
+            self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="checkpoint-failed", detail=str(error)))
+            return
+        self.saved_step = self.node.steps
 
     def _evaluate(self) -> None:
         evaluation = self.node.evaluate("eval")
@@ -167,7 +193,8 @@ class Life:
         try:
             if self.saved_step != self.node.steps:
                 self._checkpoint()
-                self.say(f"checkpoint of step {self.node.steps} written to {self.home.checkpoints}")
+            if self.saved_step == self.node.steps:
+                self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
         finally:
             self.gossip.close()
             self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="stop"))
@@ -175,7 +202,10 @@ class Life:
             self.status_file.close()
 
     def _open_network(self, task: Task) -> Libp2pGossip:
-        raise NotImplementedError
+        seed = self.config.task.seed
+        swarm = swarm_id(self.config.swarm, f"{task.name}@{seed}", self.policy.tokenizer_fingerprint)
+        rules = AdmissionRules((task.name,), seed, self.config.admission)
+        return Libp2pGossip.start(self.config.network, self.home.path, swarm, rules, identity=self.identity, name=self.home.path.name)
 
     def describe(self) -> dict[str, Any]:
         """What `swarm-node status` shows."""

@@ -272,7 +272,7 @@ class Node:
         Raises:
             ResumeError: it was made by another model or in another version's format.
         """
-        state = checkpoint.state
+        state: dict[str, Any] = checkpoint.state
         if state.get("version") != STATE_VERSION:
             found = state.get("version")
             raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
@@ -303,7 +303,7 @@ class Node:
         lengths = np.array([len(completion) for group in sampled.rollout.groups for completion in group])
         cut = np.array([completion.finish is Finish.LENGTH for group in sampled.rollout.groups for completion in group])
         rewards = np.array([reward.value for reward in sampled.rewards] or [np.nan])
-        correct = np.array([reward.correct for reward in sampled.rewards] or [np.nan])
+        correct = np.array([float(reward.correct) for reward in sampled.rewards] or [np.nan])
         used = learned.own_groups + learned.foreign_groups
         since = self._increments.of({"received": network.received, "dropped": network.dropped, "restarts": network.restarts})
         refused = self._increments.of({f"rejected {reason}": count for reason, count in self.rejections().items()})

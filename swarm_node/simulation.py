@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm_node.config import Config
-from swarm_node.network.admission import CheapAdmission
+from swarm_node.network.rules import AdmissionRules
 from swarm_node.network.simulated import RawPeer, SimulatedNetwork
 from swarm_node.network.weather import Link
 from swarm_node.node import Node
 from swarm_node.observe.metrics import StepRow
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.options import ModelOptions
-from swarm_node.tasks.assignment import is_assigned
 from swarm_node.tasks.registry import load_task
 
 SMALL: Mapping[str, Any] = {
@@ -111,7 +110,8 @@ class Swarm:
         until = math.inf if seconds is None else self.network.now + seconds
         while running := [member for name, member in self._nodes.items() if len(member.rows) < goals[name]]:
             # Of several that are due at once the first named one acts: the order is part of what the seed decides.
-            next_up = min([*running, *self._intruders], key=lambda member: member.ready_at)
+            turns: list[SimulatedNode | _Intruder] = [*running, *self._intruders]
+            next_up = min(turns, key=lambda turn: turn.ready_at)
             if next_up.ready_at > until:
                 break
             self.network.advance(max(0.0, next_up.ready_at - self.network.now))
@@ -132,12 +132,7 @@ class Swarm:
         config = Config.model_validate({**tables, "run": {"seed": seed}})
         task = load_task(config.task.name)
         policy = load_policy(ModelOptions(name=spec.model, lora=spec.lora, device="cpu"))
-        admission = CheapAdmission(
-            config.admission,
-            tasks=[task.name],
-            assigned=lambda sender, ref, step: ref.seed == config.task.seed and is_assigned(ref.index, sender, step, ref.seed),
-            clock=self.network.clock,
-        )
-        gossip = self.network.join(spec.name, admission)
+        rules = AdmissionRules((task.name,), config.task.seed, config.admission)
+        gossip = self.network.join(spec.name, rules.build(self.network.clock))
         node = Node(config, policy=policy, task=task, peer_id=spec.name, gossip=gossip, clock=self.network.clock, sequence=0)
         return SimulatedNode(spec, node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -72,8 +72,11 @@ class Trainer:
         warmup = self.options.warmup_steps
         return self._base_rate * (min(1.0, (self.steps + 1) / warmup) if warmup else 1.0)
 
-    def step(self, groups: Sequence[ScoredGroup]) -> StepReport:
+    def step(self, groups: Sequence[ScoredGroup], before_update: Callable[[], None] = lambda: None) -> StepReport:
         """Take `inner_steps` optimiser steps on the groups; none, and no scheduler step, when nothing can be learned from them.
+
+        Args:
+            before_update: called right before each change of the weights; until its first call the step can be abandoned by an exception.
 
         Raises:
             OutOfMemory: not even one completion at a time fits.
@@ -108,7 +111,7 @@ class Trainer:
                 memory_retries=retries,
                 tokens=tokens,
             )
-            skipped, norm, rate = self._update(metrics)
+            skipped, norm, rate = self._update(metrics, before_update)
             report = replace(report, step=self.steps, grad_norm=norm, learning_rate=rate)
             if skipped:
                 break
@@ -129,12 +132,13 @@ class Trainer:
         self.steps = int(scalars["steps"])
         self._budget = int(scalars["tokens_per_micro_batch"])
 
-    def _update(self, metrics: LossMetrics) -> tuple[str, float, float]:
+    def _update(self, metrics: LossMetrics, before_update: Callable[[], None]) -> tuple[str, float, float]:
         """Take the optimiser step. Returns why not (empty if it was taken), the gradient's norm, and the learning rate."""
         rate = self.learning_rate
         if metrics.kept == 0:
             self._optimiser.clear()
             return f"no kept token: the filter dropped all {metrics.completions} completions", 0.0, rate
+        before_update()
         norm = self._optimiser.step(rate)
         if not math.isfinite(norm):
             return f"the gradient's norm is {norm}: the policy's log-probs overflowed", norm, rate
