@@ -174,7 +174,8 @@ def decode_group(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Group:
     if tokens.max() >= 2**31:
         raise Rejected(Reason.BAD_TOKENS, f"token id {tokens.max()}")
     tokens = tokens.astype(np.int32)
-    logprobs = _join(planes, f"<f{header.logprob_width}", 1).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a hostile NaN is admission's to refuse
+        logprobs = _join(planes, f"<f{header.logprob_width}", 1).astype(np.float32)
     cuts = np.cumsum(lengths)[:-1]
     completions = tuple(
         Completion(tokens=ids, logprobs=values, finish=Finish(reason))

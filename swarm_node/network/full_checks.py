@@ -78,9 +78,10 @@ class LogprobCheck:
         self._uniform = math.log(vocab_size)
 
     def check(self, group: Group) -> None:
-        logprobs = np.concatenate([completion.logprobs for completion in group.completions]).astype(np.float64)
-        if not np.isfinite(logprobs).all():
-            raise Rejected(Reason.BAD_LOGPROBS, f"{int((~np.isfinite(logprobs)).sum())} log-probs are not finite")
+        recorded = np.concatenate([completion.logprobs for completion in group.completions])
+        if not np.isfinite(recorded).all():
+            raise Rejected(Reason.BAD_LOGPROBS, f"{int((~np.isfinite(recorded)).sum())} log-probs are not finite")
+        logprobs = recorded.astype(np.float64)
         if logprobs.max() > POSITIVE_SLACK:
             raise Rejected(Reason.BAD_LOGPROBS, f"log-prob {logprobs.max():.4g} is above 0")
         floor = -self._uniform - TAIL_SLACK
