@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 from swarm_node.observe.metrics import EvalRow, EventRow, MetricsWriter, StepRow
-from swarm_node.observe.report import PLOTS, ReportError, build_report, find_runs, read_runs
+from swarm_node.observe.report import PLOTS, ReportError, build_report, find_runs, read_runs, trailing_mean
 
 
 def write_run(folder: Path, name: str, rewards: list[float]) -> Path:
@@ -56,15 +57,21 @@ def test_the_report_holds_a_row_a_node_and_a_plot_a_quantity(run: Path, tmp_path
 def test_the_plotted_numbers_are_those_of_the_metrics(run: Path, tmp_path: Path) -> None:
     page = build_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
     section = next(part for part in page.split("<section>") if part.startswith("<h2>Reward</h2>"))
-    calls = re.search(r"Plotly\.newPlot\(\s*\"[^\"]+\",\s*(\[.*?\]),\s*\{\"template", section, flags=re.DOTALL) or re.search(
-        r"Plotly\.newPlot\(\s*\"[^\"]+\",\s*(\[\{.*?\}\]),\s*\{", section, flags=re.DOTALL
-    )
-    assert calls
-    traces = json.loads(calls[1])
+    plotted = re.search(r'Plotly\.newPlot\(\s*"[^"]+",\s*(\[.*?\]),\s*\{"', section, flags=re.DOTALL)
+    assert plotted
+    traces = json.loads(plotted[1])
     assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [
         ("ada", [1, 2, 3], [0.1, 0.2, 0.3125]),
         ("ben & co", [1], [0.5]),
     ]
+
+
+def test_noisy_lines_are_averaged_over_what_was_measured() -> None:
+    assert trailing_mean([1.0, 3.0]) == [1.0, 2.0]
+    assert trailing_mean([float(step) for step in range(12)])[-1] == sum(range(2, 12)) / 10
+    means = trailing_mean([math.nan, 2.0, math.nan, 4.0])
+    assert math.isnan(means[0])
+    assert means[1:] == [2.0, 2.0, 3.0]
 
 
 def test_a_node_without_a_single_step_has_a_report(tmp_path: Path) -> None:

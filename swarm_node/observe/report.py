@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import plotly.graph_objects as go
 import plotly.io
@@ -19,6 +20,10 @@ from swarm_node.observe.summary import NodeSummary, summarise
 METRICS_FILE = "metrics.jsonl"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#666666", "#b8a900")
 """Okabe and Ito's palette, told apart with any colour vision; a node has one colour in every plot."""
+
+
+WINDOW = 10
+"""Steps over which noisy lines are averaged; the raw values stay behind them, faint."""
 
 
 class ReportError(ValueError):
@@ -45,14 +50,15 @@ class Plot:
     """Whether the value is a share, drawn from 0 to 1."""
     second: Callable[[StepRow], float] | None = None
     """A second value, drawn dotted in the node's colour."""
-    staircase: bool = False
+    style: Literal["noisy", "exact", "stairs"] = "noisy"
+    """Noisy values are drawn faint, with their mean over some steps before them."""
 
 
 PLOTS = (
     Plot("Reward", lambda row: row.reward_mean, "mean over the node's own completions of a step"),
     Plot("Completion length", lambda row: row.length_mean, "mean, and the longest (dotted), in tokens", second=lambda row: row.length_max),
-    Plot("Group size G", lambda row: row.group_size, "chosen by the controller", staircase=True),
-    Plot("λ", lambda row: row.sagc_lambda, "the controller's price of a straggling group"),
+    Plot("Group size G", lambda row: row.group_size, "chosen by the controller", style="stairs"),
+    Plot("λ", lambda row: row.sagc_lambda, "the controller's price of a straggling group", style="exact"),
     Plot(
         "Straggler rate",
         lambda row: row.straggler_rate,
@@ -76,7 +82,7 @@ PLOTS = (
         "of rollout, and of learning (dotted)",
         second=lambda row: row.learning_tokens_per_second,
     ),
-    Plot("Peers", lambda row: row.peers, "connected at the end of a step", staircase=True),
+    Plot("Peers", lambda row: row.peers, "connected at the end of a step", style="stairs"),
 )
 
 
@@ -136,7 +142,7 @@ def write_report(runs: Sequence[NodeRun], out: Path) -> Path:
 
 def render_report(runs: Sequence[NodeRun]) -> str:
     """The report's HTML."""
-    figures = [(("Accuracy", "on splits that are never trained on; bars: one standard error"), _accuracy(runs))]
+    figures = [(("Accuracy", "held-out problems, and harder ones than any trained on (dotted); bars: one standard error"), _accuracy(runs))]
     figures += [((plot.title, plot.note), _figure(plot, runs)) for plot in PLOTS]
     plots = "\n".join(
         f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{_embed(figure)}</section>" for (title, note), figure in figures
@@ -154,6 +160,7 @@ def render_report(runs: Sequence[NodeRun]) -> str:
 <body>
 <h1>Swarm run</h1>
 <div class="table">{_table(runs)}</div>
+<p>Noisy lines are means over {WINDOW} steps. Drag to zoom, double-click to see everything again.</p>
 <main>{plots}</main>
 </body>
 </html>
@@ -162,12 +169,12 @@ def render_report(runs: Sequence[NodeRun]) -> str:
 
 STYLE = """
 body { font: 15px/1.4 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }
-main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 1.5rem; }
+main { margin-top: 1.5rem; display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); gap: 1.5rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.05rem; margin: 0; } p { margin: 0; color: #666; }
 section { min-width: 0; }
 .table { overflow-x: auto; margin-bottom: 2rem; }
 table { border-collapse: collapse; } th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
-th { color: #666; font-weight: 600; white-space: nowrap; } th:first-child, td:first-child, .text { text-align: left; }
+th { color: #666; font-weight: 600; white-space: nowrap; } th:nth-child(-n+2), td:first-child, .text { text-align: left; }
 .dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
 """
 
@@ -197,7 +204,6 @@ def _table_row(run: NodeRun, colour: str) -> str:
     summary = run.summary
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.rejections.items())
     cells = (
-        summary.model or "-",
         f"{summary.steps}",
         f"{_share(summary.accuracy_before)} → {_share(summary.accuracy_after)}",
         f"{summary.groups_sent}",
@@ -210,6 +216,7 @@ def _table_row(run: NodeRun, colour: str) -> str:
         f"{summary.resumes}",
     )
     name = f'<td><span class="dot" style="background:{colour}"></span>{html.escape(summary.name)}</td>'
+    name += f'<td class="text">{html.escape(summary.model or "-")}</td>'
     return f"<tr>{name}{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
 
@@ -224,7 +231,7 @@ def _accuracy(runs: Sequence[NodeRun]) -> go.Figure:
                     x=[row.step for row in rows],
                     y=[row.accuracy for row in rows],
                     error_y={"type": "data", "array": errors, "thickness": 1},
-                    name=run.summary.name if split == "eval" else f"{run.summary.name}, out of distribution",
+                    name=run.summary.name,
                     mode="lines+markers",
                     line={"color": _colour(index), "dash": dash},
                 )
@@ -234,18 +241,27 @@ def _accuracy(runs: Sequence[NodeRun]) -> go.Figure:
 def _figure(plot: Plot, runs: Sequence[NodeRun]) -> go.Figure:
     figure = _empty(share=plot.share)
     for index, run in enumerate(runs):
-        for value, dash in ((plot.value, "solid"), (plot.second, "dot")):
-            if value is not None:
-                figure.add_scatter(
-                    x=[row.step for row in run.metrics.steps],
-                    y=[value(row) for row in run.metrics.steps],
-                    name=run.summary.name,
-                    mode="lines",
-                    line={"color": _colour(index), "width": 1.5, "dash": dash, "shape": "hv" if plot.staircase else "linear"},
-                    opacity=1.0 if dash == "solid" else 0.6,
-                    showlegend=False,
-                )
+        steps = [row.step for row in run.metrics.steps]
+        values = [plot.value(row) for row in run.metrics.steps]
+        smooth = plot.style == "noisy" and len(values) >= 3 * WINDOW
+        line = {"color": _colour(index), "width": 1.5, "shape": "hv" if plot.style == "stairs" else "linear"}
+        hover = {"mode": "lines", "name": run.summary.name}
+        if plot.second is not None:
+            second = [plot.second(row) for row in run.metrics.steps]
+            figure.add_scatter(x=steps, y=second, line=line | {"dash": "dot"}, opacity=0.5, **hover)
+        if smooth:
+            figure.add_scatter(x=steps, y=values, line=line | {"width": 1}, opacity=0.25, mode="lines", hoverinfo="skip")
+        figure.add_scatter(x=steps, y=trailing_mean(values) if smooth else values, line=line, **hover)
     return figure
+
+
+def trailing_mean(values: Sequence[float]) -> list[float]:
+    """The mean of every value and up to WINDOW - 1 before it, of those that were measured."""
+    means = []
+    for end in range(1, len(values) + 1):
+        measured = [value for value in values[max(0, end - WINDOW) : end] if math.isfinite(value)]
+        means.append(sum(measured) / len(measured) if measured else math.nan)
+    return means
 
 
 def _empty(*, share: bool) -> go.Figure:
@@ -254,7 +270,7 @@ def _empty(*, share: bool) -> go.Figure:
         height=300,
         margin={"l": 55, "r": 15, "t": 10, "b": 40},
         template="plotly_white",
-        legend={"orientation": "h", "y": 1.15},
+        showlegend=False,  # the table says which colour is which node
         hovermode="x unified",
     )
     figure.update_xaxes(title="step", rangemode="tozero")
@@ -263,7 +279,7 @@ def _empty(*, share: bool) -> go.Figure:
 
 
 def _embed(figure: go.Figure) -> str:
-    text = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    text = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
     assert isinstance(text, str)
     return text
 
