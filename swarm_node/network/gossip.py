@@ -35,6 +35,16 @@ class NetworkReport:
     """Reject reason -> count, of the cheap half of admission."""
     trouble: str = ""
     """What is wrong now, in words, or empty: "no peers yet: dialling ...", "network process restarting in 4 s"."""
+    directory_addresses: tuple[str, ...] = ()
+    """Multiaddrs of this node's directory, by which others' directories join it; empty where none runs."""
+    peer_ids: tuple[str, ...] = ()
+    """Peers connected now."""
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Why messages were ignored without anybody's fault -> count."""
+    confined: Mapping[str, int] = field(default_factory=dict)
+    """Where a peer's bytes raised an error that was confined to it -> count."""
+    notices: tuple[str, ...] = ()
+    """What the user should know and need not act on: "port 31310 is taken on this machine, so another one is used"."""
 
 
 class Gossip(Protocol):
