@@ -1,4 +1,4 @@
-"""Counter-based noise: one number per (seed, group key, completion, position), so that a token does not depend on what else is in the batch."""
+"""Counter-based noise: one number per (seed, group key, completion, position), whatever else is in the batch."""
 
 from __future__ import annotations
 

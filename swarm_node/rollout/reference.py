@@ -85,12 +85,12 @@ class ReferenceEngine:
                 )
             if limit is not None and len(request.prompt) + max_new_tokens > limit:
                 raise ValueError(
-                    f"request {index}: {len(request.prompt)} prompt tokens and max_new_tokens {max_new_tokens} exceed the model's context of "
-                    f"{limit} tokens; lower rollout.max_new_tokens"
+                    f"request {index}: {len(request.prompt)} prompt tokens and max_new_tokens {max_new_tokens} exceed the model's context "
+                    f"of {limit} tokens; lower rollout.max_new_tokens"
                 )
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(request, member) of each slot, in order, at most `max_batch` slots at a time; a group is only cut when it is larger than that."""
+        """(request, member) of each slot, in order, at most `max_batch` slots at a time; only a larger group is cut."""
         owners: list[int] = []
         members: list[int] = []
         for index, request in enumerate(requests):
