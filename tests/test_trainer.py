@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from learning_groups import scored_group
+from peft import LoraConfig, get_peft_model
 from swarm_protocols.group import Finish
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -112,7 +113,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("budget", [1, 24, 4096])
+@pytest.mark.parametrize("budget", [1, 24, 2048])
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 @pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo", "dapo"])
 def test_the_gradient_is_the_losss_however_the_batch_is_cut(algorithm, normalizer, budget, monkeypatch) -> None:
@@ -323,7 +324,7 @@ def test_the_state_is_a_copy_that_later_steps_leave_alone() -> None:
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     trainer.step(some_groups(1))
     assert_same_bits(tensors, copies)
-    assert scalars == {"steps": 1, "tokens_per_micro_batch": 4096}
+    assert scalars == {"steps": 1, "tokens_per_micro_batch": 2048}
 
 
 def test_a_state_of_another_model_is_refused() -> None:
@@ -359,3 +360,35 @@ def test_autocast_changes_the_forward_and_not_the_weights_type() -> None:
     assert short.loss != full.loss
     assert short.metrics.approx_kl == pytest.approx(full.metrics.approx_kl, rel=0.05)
     assert {parameter.dtype for parameter in policy.trainable().values()} == {torch.float32}
+
+
+def test_until_before_update_the_step_can_be_abandoned() -> None:
+    policy, twin = tiny_policy(), tiny_policy()
+    trainer, unbroken = (Trainer(each, LearningOptions(learning_rate=1e-3, warmup_steps=0)) for each in (policy, twin))
+    before = weights_of(policy)
+
+    def stop() -> None:
+        assert_same_bits(weights_of(policy), before)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(some_groups(), stop)
+    assert trainer.steps == 0
+    assert trainer.state_dict()[0] == {}
+    trainer.step(some_groups(1))
+    unbroken.step(some_groups(1))
+    assert_same_bits(weights_of(policy), weights_of(twin))
+
+
+def test_with_lora_only_the_adapters_learn() -> None:
+    policy = tiny_policy(lora=True)
+    policy.model = get_peft_model(policy.model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights="gaussian"))
+    before = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+    trainable = {name: parameter for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    policy.trainable = lambda: trainable  # type: ignore[method-assign]
+    trainer = Trainer(policy, LearningOptions(learning_rate=1e-2, warmup_steps=0))
+    trainer.step(some_groups())
+    trainer.step(some_groups(1))
+    changed = {name for name, parameter in policy.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == set(trainable)
+    assert all("lora_" in name for name in changed)

@@ -67,11 +67,11 @@ class LearningOptions(Options):
     """Largest norm of the whole gradient; longer ones are scaled down to it."""
     inner_steps: int = Field(1, ge=1, le=64)
     """Optimiser steps on one batch."""
-    tokens_per_micro_batch: int = Field(4096, ge=1)
+    tokens_per_micro_batch: int = Field(2048, ge=1)
     """Prompt, completion and padding tokens in one forward and backward; gradients accumulate over micro-batches. Halved when memory
     runs out."""
     autocast: Literal["auto", "on", "off"] = "auto"
-    """bfloat16 autocast of the forward; `auto`: on CUDA devices that have bfloat16, else off."""
+    """bfloat16 autocast of the forward; `auto`: on CUDA devices that have bfloat16, else off (on a CPU it was measured slower)."""
 
     @property
     def ratio_cap(self) -> float:
