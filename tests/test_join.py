@@ -1,0 +1,188 @@
+"""`swarm-node join` as a user runs it: processes, signals, a home folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm_node.observe.metrics import read_metrics
+
+SMALL = [
+    *("--set", "rollout.prompts_per_step=2", "--set", "rollout.max_new_tokens=48", "--group-size", "4"),
+    *("--set", "learning.learning_rate=3e-4", "--set", "network.directory=false", "--listen", "/ip4/127.0.0.1/tcp/0"),
+]
+COMMAND = (sys.executable, "-m", "swarm_node.cli.app", "join", "--model", "tiny-s")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def join(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "--home", str(home), *SMALL, *options]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def start(home: Path, *options: str) -> subprocess.Popen[str]:
+    command = [*COMMAND, "--home", str(home), *SMALL, *options]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Lines up to the first that matches; fails when the process ends before."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError(f"no line matched {pattern!r} in:\n{''.join(lines)}")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.05)
+
+
+def steps_written(home: Path) -> list[int]:
+    return [row.step for row in read_metrics(home / "metrics.jsonl").steps]
+
+
+def test_a_node_without_peers_ends_well_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first = join(tmp_path, "--steps", "3")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "others join with: swarm-node join --swarm main --peer /ip4/127.0.0.1/tcp/" in first.stdout
+    identity = (tmp_path / "identity.key").read_bytes()
+    second = join(tmp_path, "--steps", "6")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resumed at step 3" in second.stdout
+    assert (tmp_path / "identity.key").read_bytes() == identity
+    assert steps_written(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "checkpoints" / "step-00000006" / "manifest.json").exists()
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind_within_ten_seconds(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    read_until(process, r"^step 2 ")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 0, output
+    done = steps_written(tmp_path)[-1]
+    assert (tmp_path / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+    assert children
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_second_node_in_the_same_home_is_told_the_pid_of_the_first(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    try:
+        read_until(process, r"^step 1 ")
+        before = sorted(path.name for path in tmp_path.iterdir())
+        second = join(tmp_path)
+        assert second.returncode == 2
+        assert f"in use by process {process.pid}" in second.stderr
+        assert set(before) <= {path.name for path in tmp_path.iterdir()}
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "no-such-model"], r"no-such-model"),
+        (["--peer", "/ip4/300.1.1.1/tcp/1"], r"300\.1\.1\.1"),
+        (["--group-size", "1"], r"group_size.*2"),
+        (["--task", "chain-sum:99"], r"no level 99"),
+        (["--set", "rollout.temprature=1"], r"did you mean rollout\.temperature"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(tmp_path: Path, options: list[str], message: str) -> None:
+    home = tmp_path / "home"
+    result = join(home, *options)
+    assert result.returncode == 2
+    assert re.search(message, result.stderr)
+    assert "Traceback" not in result.stderr
+    assert not home.exists()
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    script = (
+        "import shutil, collections, sys\n"
+        "usage = collections.namedtuple('usage', 'total used free')\n"
+        "shutil.disk_usage = lambda path: usage(10**9, 10**9 - 1000, 1000)\n"
+        "sys.argv = ['swarm-node', 'join', '--model', 'tiny-s', '--home', sys.argv[1]]\n"
+        "from swarm_node.cli.app import main\n"
+        "main()\n"
+    )
+    home = tmp_path / "home"
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(home)], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert re.search(r"a checkpoint needs .* MB .* are free", result.stderr)
+    assert not home.exists()
+
+
+def test_two_nodes_meet_by_address_and_learn_from_each_other(tmp_path: Path) -> None:
+    ada = start(tmp_path / "ada")
+    try:
+        shown = read_until(ada, r"others join with")
+        address = re.search(r"--peer (\S+)", shown)
+        assert address
+        ben = start(tmp_path / "ben", "--peer", address[1])
+        try:
+            homes = (tmp_path / "ada", tmp_path / "ben")
+            read_until(ben, r"^step 1 ")
+
+            def both_learned() -> bool:
+                return all(sum(row.foreign_groups_used for row in read_metrics(home / "metrics.jsonl").steps) > 0 for home in homes)
+
+            wait_until(both_learned)
+            status = subprocess.run(
+                [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(homes[0]), "--json"],
+                capture_output=True, text=True, timeout=60, check=True,
+            )  # fmt: skip
+            facts = json.loads(status.stdout)
+            assert facts["peers"] == 1
+            assert facts["foreign_groups_used"] > 0
+        finally:
+            ben.send_signal(signal.SIGINT)
+            ben.communicate(timeout=20)
+        alone_since = steps_written(tmp_path / "ada")[-1]
+        wait_until(lambda: steps_written(tmp_path / "ada")[-1] >= alone_since + 2)
+    finally:
+        ada.send_signal(signal.SIGINT)
+        ada.communicate(timeout=20)
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_it_always_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    moments = random.Random(1)
+    reached = 0
+    for _ in range(10):
+        process = start(tmp_path, "--set", "run.checkpoint_every=1")
+        shown = read_until(process, r"^step \d+ ")
+        resumed = re.search(r"resumed at step (\d+)", shown)
+        assert (int(resumed[1]) if resumed else 0) >= reached
+        time.sleep(moments.uniform(0, 1.5))  # the random moment itself
+        process.kill()
+        process.communicate()
+        whole = [path for path in (tmp_path / "checkpoints").glob("step-*") if (path / "manifest.json").exists()]
+        reached = max((int(path.name.removeprefix("step-")) for path in whole), default=0)
+    assert reached >= 10
+    final = join(tmp_path, "--steps", str(reached + 1))
+    assert final.returncode == 0, final.stdout + final.stderr
+    steps = steps_written(tmp_path)
+    assert steps == list(range(1, reached + 2))

@@ -1,0 +1,173 @@
+"""One node: what its loop promises, without files and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from swarm_protocols.codec import decode_group
+from swarm_protocols.group import Completion, Finish, hash_prompt
+
+from swarm_node.network.gossip import NetworkReport, Received
+from swarm_node.node import Node, ResumeError
+from swarm_node.observe.status import State
+from swarm_node.policy.checkpoint import load_latest, save_checkpoint
+from swarm_node.simulation import NodeSpec, Swarm
+from swarm_node.tasks.assignment import is_assigned
+from swarm_node.tasks.base import RewardError
+
+MakeSwarm = Callable[..., Swarm]
+
+
+def alone(swarm: MakeSwarm, **spec: object) -> Node:
+    return swarm([NodeSpec("ada", **spec)], seed=1)["ada"].node
+
+
+def weights(node: Node) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in node.policy.trainable().values()])
+
+
+class Deaf:
+    """A network that keeps what is published and delivers what a test puts in."""
+
+    def __init__(self) -> None:
+        self.published: list[bytes] = []
+        self.inbox: list[Received] = []
+
+    def publish(self, body: bytes) -> None:
+        self.published.append(body)
+
+    def drain(self) -> list[Received]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    def progress(self, step: int, policy: str) -> None: ...
+
+    def report(self) -> NetworkReport:
+        return NetworkReport()
+
+    def close(self) -> None: ...
+
+
+def test_published_groups_carry_the_problems_assigned_to_this_peer_and_what_sampled_them(swarm: MakeSwarm) -> None:
+    node = alone(swarm)
+    node.gossip = deaf = Deaf()
+    node.step()
+    node.step()
+    groups = [decode_group(body) for body in deaf.published]
+    assert [group.policy.step for group in groups] == [0, 0, 1, 1]
+    assert all(is_assigned(group.problem.index, "ada", group.policy.step, 0) for group in groups)
+    assert len({group.problem.index for group in groups}) == 4
+    assert [group.sequence for group in groups] == sorted({group.sequence for group in groups})
+    for group in groups:
+        assert group.prompt_hash == hash_prompt(node.prompt(node.problem(group.problem)))
+        assert len(group.completions) == group.policy.group_size == 4
+
+
+def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_path: Path) -> None:
+    straight = alone(swarm)
+    rows = [straight.step() for _ in range(6)]
+
+    first = alone(swarm)
+    for _ in range(3):
+        first.step()
+    save_checkpoint(tmp_path, first.checkpoint())
+    resumed = alone(swarm)
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None
+    resumed.restore(checkpoint)
+    assert resumed.steps == 3
+    after = [resumed.step() for _ in range(3)]
+
+    assert torch.equal(weights(straight), weights(resumed))
+    assert [row.reward_mean for row in after] == [row.reward_mean for row in rows[3:]]
+    assert [row.group_size for row in after] == [row.group_size for row in rows[3:]]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_step_abandoned_before_its_update_leaves_the_checkpoint_of_the_step_before(swarm: MakeSwarm, lora: bool) -> None:
+    class Signal(BaseException):
+        pass
+
+    def interrupt() -> None:
+        raise Signal
+
+    def step_until_an_update_is_due(node: Node) -> None:
+        while True:  # a step whose groups all have one reward updates nothing
+            node.step(before_update=interrupt)
+
+    node, straight = alone(swarm, lora=lora), alone(swarm, lora=lora)
+    node.step()
+    straight.step()
+    with pytest.raises(Signal):
+        step_until_an_update_is_due(node)
+    again = alone(swarm, lora=lora)
+    again.restore(node.checkpoint())
+    while straight.steps < again.steps:
+        straight.step()
+    again.step()
+    straight.step()
+    assert torch.equal(weights(again), weights(straight))
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(swarm: MakeSwarm) -> None:
+    other = alone(swarm, lora=True)
+    node = alone(swarm)
+    before = weights(node).clone()
+    with pytest.raises(ResumeError, match=r"made by tiny-s \(LoRA\) and this run is tiny-s \(full\)"):
+        node.restore(other.checkpoint())
+    assert torch.equal(weights(node), before)
+    assert node.steps == 0
+
+
+def test_rewards_of_peers_are_computed_here_and_an_error_is_not_a_wrong_answer(swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = alone(swarm)
+    problem = node.next_problems()[0]
+    tokens = {text: node.policy.tokenizer.encode(text) for text in (f"#{problem.answer}", "#999")}
+    completions = [
+        Completion(np.array([*ids, *sorted(node.policy.stop_ids)[:1]], np.int32), np.zeros(len(ids) + 1, np.float32), Finish.STOP)
+        for ids in tokens.values()
+    ]
+    assert [score and score.value for score in node.score(problem, completions)] == [1.0, 0.0]
+
+    def fail(*_: object) -> None:
+        raise RewardError("no scorer")
+
+    monkeypatch.setattr(type(node.task), "reward", fail)
+    assert node.score(problem, completions) == [None, None]
+    assert node.totals.reward_errors == 2
+
+
+def test_what_a_peer_sends_is_scored_before_it_is_learned_from(swarm: MakeSwarm) -> None:
+    house = swarm([NodeSpec("ada"), NodeSpec("ben")], seed=2)
+    ada, ben = house["ada"].node, house["ben"].node
+    ada.gossip, ben.gossip = Deaf(), Deaf()
+    ben.step()
+    assert isinstance(ada.gossip, Deaf)
+    assert isinstance(ben.gossip, Deaf)
+    ada.gossip.inbox = [Received("ben", body) for body in ben.gossip.published] + [Received("ben", b"junk")]
+    taken = ada.take_in()
+    assert [group.sender for group in taken] == ["ben", "ben"]
+    assert not any(group.own for group in taken)
+    for scored in taken:
+        problem = ada.problem(scored.group.problem)
+        right = [ada.task.reward(problem, ada.policy.decode(c.tokens)).value for c in scored.group.completions]
+        assert list(scored.rewards) == right
+    assert ada.rejections() == {"bad_encoding": 1}
+
+
+def test_the_state_is_always_one_of_the_named_ones(swarm: MakeSwarm) -> None:
+    node = alone(swarm)
+    seen: list[State] = []
+    enter = node.status.enter
+
+    def watch(state: State, **facts: object) -> None:
+        seen.append(state)
+        enter(state, **facts)  # type: ignore[arg-type]
+
+    node.status.enter = watch  # type: ignore[method-assign]
+    node.step()
+    assert seen == [State.ROLLING_OUT, State.EXCHANGING, State.LEARNING]
