@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -359,3 +361,12 @@ def reason_of_or_none(admission: CheapAdmission, sender: str, body: bytes) -> Re
     except Rejected as rejected:
         return rejected.reason
     return None
+
+
+# -- documentation
+
+
+def test_every_reason_has_a_row_in_the_documentation() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "admission.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", text, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(reason.value for reason in Reason)
