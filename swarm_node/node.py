@@ -204,7 +204,9 @@ class Node:
     # -- prompts and rewards ------------------------------------------------------------------------------------------------------
 
     def problem(self, ref: ProblemRef) -> Problem:
-        """The training problem that a reference names."""
+        """The training problem that a reference names. Raises LookupError for a task that this node does not train on."""
+        if ref.task != self.task.name:
+            raise LookupError(f"this node trains on {self.task.name}")
         return self.task.problem(ref.seed, ref.index)
 
     def prompt(self, problem: Problem) -> NDArray[np.int32]:
