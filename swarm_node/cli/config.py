@@ -68,7 +68,7 @@ def render_config(loaded: Loaded) -> str:
             table = head
             lines += ["", f"[{table}]"]
         meaning = f"{entry.meaning} ({entry.source})"
-        lines += ["", *(f"# {line}" for line in textwrap.wrap(meaning, 118, break_long_words=False, break_on_hyphens=False))]
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(meaning, 98, break_long_words=False, break_on_hyphens=False))]
         lines.append(_assignment(name, entry))
     return "\n".join(lines).lstrip("\n") + "\n"
 

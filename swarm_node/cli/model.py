@@ -70,13 +70,18 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield _Phases().show
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-    with Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
-    ) as bars:
-        bar = bars.add_task("starting", total=None)
-        yield lambda what, done, total: bars.update(bar, description=what, completed=done, total=total or None)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        phases: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in phases:
+                phases[what] = bars.add_task(what, total=None)
+            bars.update(phases[what], completed=done, total=total or None)
+
+        yield show
 
 
 class _Phases:

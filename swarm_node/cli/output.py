@@ -19,11 +19,12 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: s
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(*heads, title=title or None)
         for row in rows:
-            table.add_row(*row)
-        Console().print(table, markup=False)
+            table.add_row(*map(Text, row))
+        Console().print(table)
         return
     widths = [max(len(line[column]) for line in (heads, *rows)) for column in range(len(heads))]
     for line in (heads, *rows):
