@@ -27,22 +27,29 @@ def write_run(folder: Path, name: str, rewards: list[float]) -> Path:
     return folder
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    write_run(tmp_path / "run" / "ada", "ada", [0.1, 0.2, 0.3125])
-    write_run(tmp_path / "run" / "ben", "ben & co", [0.5])
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder / "ada", "ada", [0.1, 0.2, 0.3125])
+    write_run(folder / "ben", "ben & co", [0.5])
+    return folder
 
 
-def test_the_report_is_one_file_that_loads_nothing(run: Path, tmp_path: Path) -> None:
-    page = build_report([run], tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of the run."""
+    out = tmp_path_factory.mktemp("out") / "below" / "report.html"
+    assert build_report([run], out) == out
+    assert list(out.parent.iterdir()) == [out], "no temporary file stays"
+    return out.read_text(encoding="utf-8")
+
+
+def test_the_report_is_one_file_that_loads_nothing(page: str) -> None:
     markup = re.sub(r"<script[^>]*>.*?</script>", "<script></script>", page, flags=re.DOTALL)
     assert re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=", page[: page.index("<script>")] + markup) == []
-    assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "report.html"], "no temporary file stays"
 
 
-def test_the_report_holds_a_row_a_node_and_a_plot_a_quantity(run: Path, tmp_path: Path) -> None:
-    page = build_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+def test_the_report_holds_a_row_a_node_and_a_plot_a_quantity(page: str) -> None:
     rows = re.findall(r"<tr>(.*?)</tr>", page[page.index("<tbody>") : page.index("</tbody>")], flags=re.DOTALL)
     cells = [[re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row, flags=re.DOTALL)] for row in rows]
     assert cells[0][:4] == ["ada", "tiny-s &lt;full&gt;", "3", "0.250 → 0.750"]
@@ -54,8 +61,7 @@ def test_the_report_holds_a_row_a_node_and_a_plot_a_quantity(run: Path, tmp_path
         assert needed in titles
 
 
-def test_the_plotted_numbers_are_those_of_the_metrics(run: Path, tmp_path: Path) -> None:
-    page = build_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
+def test_the_plotted_numbers_are_those_of_the_metrics(page: str) -> None:
     section = next(part for part in page.split("<section>") if part.startswith("<h2>Reward</h2>"))
     plotted = re.search(r'Plotly\.newPlot\(\s*"[^"]+",\s*(\[.*?\]),\s*\{"', section, flags=re.DOTALL)
     assert plotted
