@@ -11,6 +11,7 @@ home folder are kept under runs/, with runs/latest pointing at the newest. Ctrl-
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -19,8 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from swarm_node.network.identity import load_or_create
 from swarm_node.observe.metrics import Metrics, read_metrics
 from swarm_node.observe.report import build_report
 from swarm_node.observe.status_file import read_status
+from swarm_node.observe.summary import NodeSummary, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 SWARM_NODE = (sys.executable, "-m", "swarm_node.cli.app")
@@ -39,23 +40,6 @@ PROGRESS_S = 15.0
 STOP_S = 20.0
 
 console = Console()
-
-
-@dataclass
-class NodeSummary:
-    """One row of the table."""
-
-    name: str
-    model: str
-    steps: int = 0
-    accuracy_before: float | None = None
-    accuracy_after: float | None = None
-    accuracy_standard_error: float | None = None
-    groups_sent: int = 0
-    groups_received: int = 0
-    groups_admitted: int = 0
-    foreign_groups_used: int = 0
-    rejections: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -88,24 +72,8 @@ class LocalNode:
         return f"{self.name} step {last.step}, reward {sum(recent) / len(recent):.2f}, G {last.group_size}, {used} foreign groups used"
 
     def summary(self) -> NodeSummary:
-        row = NodeSummary(self.name, self.model)
-        metrics = self.metrics()
-        if metrics is None:
-            return row
-        held_out = [evaluation for evaluation in metrics.evals if evaluation.split == "eval"]
-        if held_out:
-            row.accuracy_before, row.accuracy_after = held_out[0].accuracy, held_out[-1].accuracy
-            row.accuracy_standard_error = held_out[-1].standard_error
-        rejections: Counter[str] = Counter()
-        for step in metrics.steps:
-            row.steps = step.step
-            row.groups_sent += step.groups_sent
-            row.groups_received += step.groups_received
-            row.groups_admitted += step.groups_admitted
-            row.foreign_groups_used += step.foreign_groups_used
-            rejections.update(step.rejections)
-        row.rejections = dict(rejections)
-        return row
+        metrics = self.metrics() or Metrics((), (), (), 0)
+        return dataclasses.replace(summarise(self.name, metrics), name=self.name, model=self.model)
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -198,10 +166,7 @@ def table(summaries: list[NodeSummary]) -> Table:
     for column in ("node", "model", "steps", "accuracy", "sent", "received", "admitted", "foreign used", "rejected"):
         shown.add_column(column, justify="left" if column in ("node", "model") else "right")
     for row in summaries:
-        if row.accuracy_before is None or row.accuracy_after is None:
-            accuracy = "not measured"
-        else:
-            accuracy = f"{row.accuracy_before:.3f} → {row.accuracy_after:.3f} ± {row.accuracy_standard_error or 0:.3f}"
+        accuracy = f"{row.accuracy_before:.3f} → {row.accuracy_after:.3f} ± {row.accuracy_standard_error:.3f}"
         counts = (row.groups_sent, row.groups_received, row.groups_admitted, row.foreign_groups_used, sum(row.rejections.values()))
         shown.add_row(row.name, row.model, str(row.steps), accuracy, *map(str, counts))
     return shown
@@ -243,7 +208,7 @@ def main() -> int:
 
     summaries = [node.summary() for node in nodes]
     seconds = round(time.monotonic() - began, 1)
-    summary = {"seconds": seconds, "preset": path.stem, "nodes": [asdict(row) for row in summaries]}
+    summary = {"seconds": seconds, "preset": path.stem, "nodes": [row.as_json() for row in summaries]}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console.print(table(summaries))
     report = folder / "report.html"

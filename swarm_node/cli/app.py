@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from swarm_node import __version__
-from swarm_node.cli import config, eval, identity, join, model, report, status
+from swarm_node.cli import config, eval, identity, join, model, report, simulate, status
 
 OURS = ("swarm_node", "swarm_protocols", "swarm_kernels")
 EXIT_BAD_INPUT = 2
@@ -41,6 +41,7 @@ def _swarm_node(
 
 
 app.command(epilog=join.EXAMPLE)(join.join)
+app.command(epilog=simulate.EXAMPLE)(simulate.simulate)
 app.command(epilog=status.EXAMPLE)(status.status)
 app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
 app.command(epilog=report.EXAMPLE)(report.report)
