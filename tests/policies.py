@@ -16,7 +16,7 @@ SPECIAL = ["<pad>", "<bos>", "<eos>", "<end>"]
 
 
 def random_model(seed: int = 0, layers: int = 2, vocabulary: int = 64) -> LlamaForCausalLM:
-    """About 60,000 float32 parameters, grouped-query attention, logits spread widely enough that tokens differ in probability."""
+    """47,856 float32 parameters, grouped-query attention, logits spread widely enough that tokens differ in probability."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=48,

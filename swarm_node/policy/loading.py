@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
@@ -31,7 +33,9 @@ class _Source:
 
     name: str
     location: str
-    local: bool
+    on_hub: bool = False
+    offline: bool = True
+    """Whether only files on this machine may be used."""
 
 
 def load_policy(options: ModelOptions) -> Policy:
@@ -98,29 +102,38 @@ def _locate(name: str) -> _Source:
             )
         if not entry.present:
             raise ModelError(f"model {name} is not on this machine yet ({entry.folder}). Fetch it with `swarm-node model pull {name}`.")
-        return _Source(name, str(entry.folder), local=True)
+        return _Source(name, str(entry.folder))
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
                 f"folder {folder} holds no config.json: it is not a Hugging Face model folder (config, tokenizer, safetensors)."
             )
-        return _Source(name, str(folder), local=True)
+        return _Source(name, str(folder))
     if name.count("/") == 1 and not name.startswith(("/", ".", "~")):
-        return _Source(name, name, local=False)
+        return _Source(name, name, on_hub=True, offline=not _hub_answers(name))
     raise catalogue.unknown(name)
+
+
+def _hub_answers(repository: str) -> bool:
+    """Asked once with a short limit: transformers would ask for every file, with retries, and a copy of an earlier run may be here."""
+    try:
+        HfApi().model_info(repository, timeout=5)
+    except (HTTPError, OSError):
+        return False
+    return True
 
 
 def _read(source: _Source, loader: Any, what: str, **arguments: Any) -> Any:
     """`from_pretrained` without remote code, its many ways to fail turned into one error that says what to do."""
     try:
-        return loader.from_pretrained(source.location, local_files_only=source.local, trust_remote_code=False, **arguments)
+        return loader.from_pretrained(source.location, local_files_only=source.offline, trust_remote_code=False, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         advice = (
-            "Check the folder: it needs config.json, tokenizer files and *.safetensors."
-            if source.local
-            else "Check the id and the connection to the hub, or give a local folder."
+            "Check the id and the connection to the hub, or give a local folder."
+            if source.on_hub
+            else "The folder needs config.json, tokenizer files and *.safetensors."
         )
         raise ModelError(f"the {what} of model {source.name} cannot be loaded: {first} {advice}") from error
 
