@@ -130,8 +130,9 @@ class Dialler:
         more = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
         if not target.failures:
             return f"no peers yet: dialling {target.address}{more}"
+        times = "once" if target.failures == 1 else f"{target.failures} times"
         when = f"again in {target.due - now:.0f} s" if target.due > now and not target.busy else "dialling again"
-        return f"no peers yet: {target.address}{more} did not answer {target.failures} times ({target.reason}), {when}"
+        return f"no peers yet: {target.address}{more} did not answer {times} ({target.reason}), {when}"
 
     def _pause(self, failures: int) -> float:
         pause = min(self._longest, FIRST_PAUSE_S * 2 ** min(failures - 1, 20))

@@ -134,7 +134,7 @@ class Libp2pGossip:
     def _trouble(self, state: Mapping[str, Any], directory: Mapping[str, Any]) -> str:
         if self._closed:
             return ""
-        network = self._network.trouble or ("" if state else "the network process is starting")
+        network = self._network.trouble or ("" if state else "the network process is opening its sockets")
         if network:
             return network
         words = [str(state["trouble"])] if state["trouble"] else []

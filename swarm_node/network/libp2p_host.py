@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -99,20 +100,22 @@ class Host:
 
     async def dial(self, address: Address) -> str:
         """Connect to an address and return the peer id behind it. Raises DialError."""
-        try:
-            with trio.fail_after(2 * DIAL_TIMEOUT_S):
-                peer = address.peer or await self._learn(address)
-                if peer == self.peer_id:
-                    raise DialError(f"{address.transport} is this node itself")
-                if peer not in self.peers():
-                    await self.swarm.dial_addr(Multiaddr(address.transport), ID.from_string(peer))
-                return peer
-        except trio.TooSlowError:
-            raise DialError(f"no answer from {address.transport} in {2 * DIAL_TIMEOUT_S:.0f} s") from None
-        except DialError:
-            raise
-        except Exception as error:  # libp2p raises whatever its transports, Noise and the peer's bytes make it raise
-            raise DialError(_reason(error)) from error
+        reason = f"{address.host} has no address"
+        for resolved in await _resolve(address):
+            try:
+                with trio.fail_after(2 * DIAL_TIMEOUT_S):
+                    return await self._dial_resolved(resolved)
+            except trio.TooSlowError:
+                reason = f"no answer from {resolved.transport} in {2 * DIAL_TIMEOUT_S:.0f} s"
+            except Exception as error:  # noqa: BLE001  # libp2p raises whatever its transports, Noise and the peer's bytes make it raise
+                reason = _reason(error)
+        raise DialError(reason)
+
+    async def _dial_resolved(self, address: Address) -> str:
+        peer = address.peer or await self._learn(address)
+        if peer != self.peer_id and peer not in self.peers():
+            await self.swarm.dial_addr(Multiaddr(address.transport), ID.from_string(peer))
+        return peer
 
     async def _learn(self, address: Address) -> str:
         """Shake hands with whoever answers, to learn the peer id that a dial needs beforehand."""
@@ -146,6 +149,22 @@ class Host:
         """Close every connection to a peer."""
         for connection in list(self.swarm.connections.get(ID.from_string(peer), [])):
             await self.drop(connection)
+
+
+async def _resolve(address: Address) -> list[Address]:
+    """The addresses behind a name, as this machine's resolver knows them: hosts file and container networks included."""
+    if not address.is_name:
+        return [address]
+    family = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(address.kind, socket.AF_UNSPEC)
+    try:
+        with trio.fail_after(DIAL_TIMEOUT_S):
+            entries = await trio.socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise DialError(f"the name {address.host} is not known here: {error.strerror}") from None
+    except trio.TooSlowError:
+        raise DialError(f"the name {address.host} could not be resolved in {DIAL_TIMEOUT_S:.0f} s") from None
+    kinds = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
+    return [Address(kinds[entry[0]], str(entry[4][0]), address.port, address.peer) for entry in entries if entry[0] in kinds]
 
 
 def _reason(error: BaseException) -> str:

@@ -36,7 +36,6 @@ OUTBOX_BODIES = 64
 PULLS_AT_ONCE = 4
 PULLS_WAITING = 256
 DIALS_AT_ONCE = 8
-PING_EVERY_S = 10.0
 HELLO_EVERY_S = 30.0
 QUIET_PER_MINUTE = 60
 """Messages of one signer a minute that carry no group and are passed on."""
@@ -335,7 +334,7 @@ class Node(INotifee):
     async def _ping_for_ever(self) -> None:
         """A peer that fell silent is noticed here and nowhere else."""
         while True:
-            await trio.sleep(PING_EVERY_S * self._rng.uniform(0.8, 1.2))
+            await trio.sleep(self.config.options.ping_s * self._rng.uniform(0.8, 1.2))
             async with trio.open_nursery() as nursery:
                 for connection in [c for connections in self._host.swarm.connections.values() for c in connections]:
                     nursery.start_soon(self._ping, connection)

@@ -51,6 +51,8 @@ class NetworkOptions(Options):
     """Bytes of bodies that wait for the learner at most."""
     stream_timeout_s: float = Field(10.0, ge=0.5, le=120)
     """Seconds that a peer may stay silent in the middle of an answer."""
+    ping_s: float = Field(10.0, ge=0.2, le=300)
+    """Seconds between two questions to each peer whether it is still there; one that stays silent for 5 s is disconnected."""
     redial_max_s: float = Field(60.0, ge=1)
     """Longest pause between two attempts to reach a known peer; attempts never end."""
 

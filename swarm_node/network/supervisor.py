@@ -100,6 +100,8 @@ class Child:
         """What is wrong now, in words, or empty."""
         if self.pid is not None or self._closing.is_set():
             return ""
+        if self._process is None and not self.last_words:
+            return f"the {self.name} process is starting"
         wait = self._restart_at - time.monotonic()
         reason = f" ({self.last_words[-1]})" if self.last_words else ""
         return f"{self.name} process restarting" + (f" in {wait:.0f} s" if wait >= 1 else "") + reason
