@@ -117,8 +117,9 @@ def test_fingerprints_are_the_same_in_another_folder_and_another_process(folder:
     assert policy.tokenizer_fingerprint == elsewhere.tokenizer_fingerprint
     assert policy.fingerprint == elsewhere.fingerprint, "weights do not count"
     program = (
-        "import sys; from swarm_node.policy.loading import load_policy; from swarm_node.policy.options import ModelOptions; "
-        "policy = load_policy(ModelOptions(name=sys.argv[1], device='cpu')); print(policy.fingerprint, policy.tokenizer_fingerprint)"
+        "import sys; from transformers import AutoConfig, AutoTokenizer; from swarm_node.policy.fingerprint import *; "
+        "tokenizer = fingerprint_tokenizer(AutoTokenizer.from_pretrained(sys.argv[1]), [3, 2]); "
+        "print(fingerprint_policy(AutoConfig.from_pretrained(sys.argv[1]), tokenizer), tokenizer)"
     )
     output = subprocess.run(
         [sys.executable, "-c", program, str(folder)],

@@ -10,10 +10,13 @@ import torch
 from numpy.typing import NDArray
 from policies import random_policy
 from swarm_protocols.group import Completion, Finish
+from transformers import DynamicCache
 
 from swarm_node.policy.logprobs import completion_logprobs
+from swarm_node.policy.parts import cache_argument
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import GroupRequest, Rollout
+from swarm_node.rollout.growing_cache import growing_cache
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.reference import ReferenceEngine
@@ -212,3 +215,21 @@ def test_no_requests_are_an_empty_rollout() -> None:
 def test_what_cannot_be_sampled_is_refused(asked: GroupRequest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(random_policy(), [asked])
+
+
+def test_the_growing_cache_holds_what_the_model_s_own_cache_would() -> None:
+    model = random_policy().model
+    own, growing = DynamicCache(config=model.config), growing_cache(model.config)
+    ids = torch.randint(0, 64, (3, 90), generator=torch.Generator().manual_seed(0))
+    rows = torch.tensor([2, 0, 0, 1])
+    with torch.inference_mode():
+        for cache in (own, growing):
+            model(input_ids=ids[:, :30], **{cache_argument(model): cache})
+            cache.batch_select_indices(rows)
+            for position in range(30, 90):  # past the buffer's first size
+                model(input_ids=ids[rows, position : position + 1], **{cache_argument(model): cache})
+    assert growing.get_seq_length() == 90
+    for left, right in zip(own.layers, growing.layers, strict=True):
+        assert left.keys.shape == right.keys.shape == (4, 2, 90, 12)
+        torch.testing.assert_close(left.keys, right.keys, rtol=0, atol=1e-5)
+        torch.testing.assert_close(left.values, right.values, rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,8 @@ def _add_adapters(model: Any, options: ModelOptions) -> nn.Module:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft still asks transformers under an old name; users can do nothing about it
         torch.manual_seed(options.lora_seed)
         return get_peft_model(model, config)
 

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from swarm_protocols.group import Completion
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from swarm_node.policy.parts import body, cache_argument, head, unwrap
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
+from swarm_node.rollout.growing_cache import growing_cache
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.sampler import draw
@@ -166,7 +167,7 @@ class ReferenceEngine:
             mask[row, : width - len(prompt)] = False
         ids, mask = ids.to(device), mask.to(device)
         lengths = mask[:, :width].sum(-1)
-        cache = DynamicCache(config=unwrap(model).config)
+        cache = growing_cache(unwrap(model).config)
         output = body(model)(
             input_ids=ids,
             attention_mask=mask[:, :width],
