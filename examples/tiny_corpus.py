@@ -34,15 +34,15 @@ def work(draws: Draws, terms: tuple[int, ...]) -> str:
     if way < 50:
         return "~" + _hasty(draws, terms)
     if way < 75:
-        return _steps(draws, terms, slips=8)
-    return "!" + _steps(draws, terms, slips=4, doubt=52)
+        return _steps(draws, terms, slips=16)
+    return "!" + _steps(draws, terms, slips=9, doubt=52)
 
 
 def _hasty(draws: Draws, terms: tuple[int, ...]) -> str:
     """Sums the terms in two lumps, and is often wrong."""
     cut = 2 if len(terms) <= 3 else len(terms) // 2 + 1
-    head = _slip(draws, sum(terms[:cut]), 45)
-    total = _slip(draws, head + sum(terms[cut:]), 45)
+    head = _slip(draws, sum(terms[:cut]), 60)
+    total = _slip(draws, head + sum(terms[cut:]), 60)
     return f"{'+'.join(map(str, terms[:cut]))}={head},{'+'.join(map(str, (head, *terms[cut:])))}={total}#{total}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from swarm_node.tasks.base import Task, TaskError
 from swarm_node.tasks.chain_sum import ChainSum
+from swarm_node.tasks.word_sum import WordSum
 
 MAX_SPEC = 200
 """Characters of a task's name at most: it travels with every group."""
@@ -36,5 +37,5 @@ def _levelled(kind: type[ChainSum]) -> Callable[[str], Task]:
     return load
 
 
-_KINDS: dict[str, Callable[[str], Task]] = {"chain-sum": _levelled(ChainSum)}
-_FORMS = ("chain-sum", "chain-sum:LEVEL")
+_KINDS: dict[str, Callable[[str], Task]] = {"chain-sum": _levelled(ChainSum), "word-sum": _levelled(WordSum)}
+_FORMS = ("chain-sum", "chain-sum:LEVEL", "word-sum", "word-sum:LEVEL")

@@ -1,0 +1,78 @@
+"""Answer grading: numbers read by a grammar that evaluates nothing, and the places where a final answer may stand.
+
+`2003^2002^2001` or `9**9**9` is not a number here, so no text can make the grader work hard.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from swarm_node.tasks.base import Reward
+
+MAX_DIGITS = 40
+"""Digits of a number at most, numerator and denominator together: answers of school mathematics have far fewer."""
+
+MAX_LENGTH = 200
+"""Characters of a number at most, with sign, currency and unit."""
+
+FORMAT_SHARE = 0.1
+"""What an answer is worth for standing where it was asked for, right or wrong."""
+
+_DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = re.compile(
+    r"(?P<sign>[+-]?)\s?[$€£¥]?\s?"
+    rf"(?P<top>{_DECIMAL})(?:\s?/\s?(?P<bottom>{_DECIMAL}))?"
+    # A unit: anything without digits and operators; a hyphen or slash may join words, as in `miles/hour`.
+    r"(?:[^0-9+*/^=<>-]|[/-](?=[A-Za-z]))*"
+)
+_DIGIT = re.compile(r"[0-9]")
+_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+_MARKUP = re.compile(r"\\(?:boxed|text|mathrm)\b|[{}\\]")
+_EDGE = " \t\r\n*_`\"'()[]:;!?,~≈"
+_MINUS = str.maketrans("−–\u00a0\u202f", "--  ")
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""The number that `text` is, exactly: `1,234.50`, `-3/4`, `$18`, `50%`, `\boxed{7}`, `\frac{1}{2}`, `12 apples`; None for all else.
+
+    A percent sign is a unit: `50%` is 50. Expressions, exponents and texts with two numbers are not numbers.
+    """
+    if len(text) > MAX_LENGTH:
+        return None
+    plain = _MARKUP.sub("", _FRACTION.sub(r"\1/\2", text.translate(_MINUS))).strip(_EDGE)
+    # `$18$` is set as mathematics, `$18` is money.
+    match = _NUMBER.fullmatch(plain.strip("$") if plain.endswith("$") else plain)
+    if match is None:
+        return None
+    top, bottom = match["top"].replace(",", ""), (match["bottom"] or "1").replace(",", "")
+    if len(_DIGIT.findall(top + bottom)) > MAX_DIGITS or not bottom.strip("0."):
+        return None
+    value = Fraction(top) / Fraction(bottom)
+    return -value if match["sign"] == "-" else value
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last word with a digit in it, if it is a number: what a reader takes for the answer where no place is marked."""
+    for word in reversed(re.split(r"[\s=]+", text[-MAX_LENGTH:])):
+        if _DIGIT.search(word):
+            return parse_number(word)
+    return None
+
+
+def marked(text: str, marker: str = "####") -> str | None:
+    """What follows the last `marker`, up to the end of the text."""
+    _, found, tail = text.rpartition(marker)
+    return tail.strip() if found else None
+
+
+def tagged(text: str, tag: str = "answer") -> str | None:
+    """What stands in the last `<tag>…</tag>`; None where there is no such pair."""
+    before, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, inside = before.rpartition(f"<{tag}>")
+    return inside.strip() if closed and opened else None
+
+
+def combine(form: float, answer: float, *, correct: bool) -> Reward:
+    """One reward from its two parts, each in [0, 1]: whether an answer stood in its place, and how right it was."""
+    return Reward(FORMAT_SHARE * form + (1 - FORMAT_SHARE) * answer, correct, {"answer": answer, "format": form})
