@@ -45,10 +45,13 @@ def parse_number(text: str) -> Fraction | None:
     match = _NUMBER.fullmatch(plain.strip("$") if plain.endswith("$") else plain)
     if match is None:
         return None
-    top, bottom = match["top"].replace(",", ""), (match["bottom"] or "1").replace(",", "")
-    if len(_DIGIT.findall(top + bottom)) > MAX_DIGITS or not bottom.strip("0."):
+    top, bottom = match["top"].replace(",", ""), (match["bottom"] or "").replace(",", "")
+    if len(_DIGIT.findall(top + bottom)) > MAX_DIGITS:
         return None
-    value = Fraction(top) / Fraction(bottom)
+    divisor = Fraction(bottom or 1)
+    if divisor == 0:
+        return None
+    value = Fraction(top) / divisor
     return -value if match["sign"] == "-" else value
 
 

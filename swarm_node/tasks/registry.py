@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from swarm_node.tasks.base import Task, TaskError
 from swarm_node.tasks.chain_sum import ChainSum
+from swarm_node.tasks.gsm8k import load_gsm8k
+from swarm_node.tasks.gym import load_gym
 from swarm_node.tasks.word_sum import WordSum
 
 MAX_SPEC = 200
@@ -13,7 +15,7 @@ MAX_SPEC = 200
 
 
 def load_task(spec: str) -> Task:
-    """The task that `spec` names. Its `name` is canonical: loading it again gives an equal task, on every machine.
+    """The task that `spec` names. Its `name` is canonical: equal tasks have equal names, on every machine.
 
     Raises:
         TaskError: no such task, level or data set, or its data cannot be read.
@@ -37,5 +39,10 @@ def _levelled(kind: type[ChainSum]) -> Callable[[str], Task]:
     return load
 
 
-_KINDS: dict[str, Callable[[str], Task]] = {"chain-sum": _levelled(ChainSum), "word-sum": _levelled(WordSum)}
-_FORMS = ("chain-sum", "chain-sum:LEVEL", "word-sum", "word-sum:LEVEL")
+_KINDS: dict[str, Callable[[str], Task]] = {
+    "chain-sum": _levelled(ChainSum),
+    "word-sum": _levelled(WordSum),
+    "gsm8k": load_gsm8k,
+    "reasoning-gym": load_gym,
+}
+_FORMS = ("chain-sum", "chain-sum:LEVEL", "word-sum", "word-sum:LEVEL", "gsm8k", "gsm8k:PATH", "reasoning-gym:NAME")
