@@ -38,7 +38,8 @@ KEY_FILE = "directory.key"
 """The identity once more, in the form that the daemon reads."""
 EAGER_S = 2.0
 """Pause between two looks while nobody has been found."""
-JOIN_PAUSE_S = (1.0, 60.0)
+JOIN_PAUSE_S = 1.0
+"""First pause before a directory is asked again; doubles up to the options' longest."""
 START_TIMEOUT_S = 60.0
 STALE_S = 5.0
 """An announcement that changed is stored no sooner than this after the last one."""
@@ -106,20 +107,17 @@ class Directory:
 
     async def _join(self, address: Address) -> None:
         """Ping another directory until it is in the routing table, and again whenever it dropped out of it."""
-        shortest, longest = JOIN_PAUSE_S
-        pause = shortest
+        longest = self._config.options.redial_max_s
+        pause = JOIN_PAUSE_S
         while True:
             reason = await self._try_to_join(address)
             if reason:
                 self._waiting[str(address)] = f"the directory at {address} did not answer ({reason})"
-                pause = min(2 * pause, longest)
             else:
                 self._waiting.pop(str(address), None)
-                pause = REFRESH_S
             self._report()
-            await asyncio.sleep(pause * random.uniform(0.75, 1.25))
-            if not reason:
-                pause = shortest
+            await asyncio.sleep((pause if reason else REFRESH_S) * random.uniform(0.75, 1.25))
+            pause = min(2 * pause, longest) if reason else JOIN_PAUSE_S
 
     async def _try_to_join(self, address: Address) -> str:
         peer = PeerID.from_base58(address.peer)

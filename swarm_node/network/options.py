@@ -54,7 +54,7 @@ class NetworkOptions(Options):
     ping_s: float = Field(10.0, ge=0.2, le=300)
     """Seconds between two questions to each peer whether it is still there; one that stays silent for 5 s is disconnected."""
     redial_max_s: float = Field(60.0, ge=1)
-    """Longest pause between two attempts to reach a known peer; attempts never end."""
+    """Longest pause between two attempts to reach a known peer or directory; attempts never end."""
 
     @field_validator("listen", "announce", "peers", "directory_listen", "directory_announce", "directory_peers")
     @classmethod
