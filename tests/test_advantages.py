@@ -14,7 +14,7 @@ from swarm_node.learning.advantages import assemble, group_advantages, one_rewar
 from swarm_node.learning.options import LearningOptions
 from swarm_node.learning.samples import micro_batches, prepare, split_one_reward
 
-EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=50, deadline=None, derandomize=True)
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)
 
 
@@ -38,7 +38,7 @@ def test_a_group_of_one_cannot_be_compared() -> None:
         group_advantages(np.array([1.0]), "center")
 
 
-@EXAMPLES
+@PROPERTY
 @given(REWARDS, st.floats(-5, 5))
 def test_centered_advantages_sum_to_zero_and_ignore_a_common_shift(rewards, shift) -> None:
     advantages = group_advantages(rewards, "center")
@@ -47,7 +47,7 @@ def test_centered_advantages_sum_to_zero_and_ignore_a_common_shift(rewards, shif
         assert group_advantages(rewards + shift, "center") == pytest.approx(advantages, abs=1e-9)
 
 
-@EXAMPLES
+@PROPERTY
 @given(REWARDS)
 def test_standardizing_keeps_order_and_sign(rewards) -> None:
     centered, standardized = group_advantages(rewards, "center"), group_advantages(rewards, "standardize")
@@ -113,7 +113,7 @@ def test_horizontal_advantages_are_taken_against_the_assembled_groups_mean() -> 
     assert not vertical.samples
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 200))
 def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget) -> None:
     batches = micro_batches(lengths, budget)

@@ -15,7 +15,7 @@ from swarm_node.learning.ftis import Loss, completion_weights, distances, ftis_l
 from swarm_node.learning.options import LearningOptions
 from swarm_node.learning.statistics import RowStatistics, summarise
 
-EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=15, deadline=None, derandomize=True)
 MODES = ["f-tis", "tis", "f-vis", "vis", "f-nois", "nois"]
 ALGORITHMS = ["grpo", "dr-grpo", "dapo"]
 INFINITE = {"truncation": math.inf, "kl_threshold": math.inf}
@@ -191,7 +191,7 @@ def test_k1_estimates_kl_and_k3_estimates_chi_square_minus_kl_on_samples_of_the_
     assert (gen * kl_estimates(theta.log(), gen.log(), "k3")).sum().item() == pytest.approx((chi_square - kl).item(), rel=1e-12)
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.integers(0, 10_000))
 def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed) -> None:
     case = random_case(seed, moved=0.0)
@@ -206,7 +206,7 @@ def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed) 
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@EXAMPLES
+@PROPERTY
 @given(seed=st.integers(0, 10_000))
 def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm, seed) -> None:
     case = random_case(seed, drift=0.0, moved=0.0)
@@ -220,7 +220,7 @@ def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm, seed) -> Non
     assert torch.equal(plain, -(weights * case.advantages).repeat_interleave(case.lengths))
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.integers(0, 10_000))
 def test_the_importance_weight_has_no_gradient(seed) -> None:
     case = random_case(seed, moved=0.0)
@@ -231,7 +231,7 @@ def test_the_importance_weight_has_no_gradient(seed) -> None:
     torch.testing.assert_close(gradient, -weight * (share * case.advantages).repeat_interleave(case.lengths), rtol=1e-12, atol=1e-15)
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.integers(0, 10_000))
 def test_gradient_agrees_with_finite_differences_of_the_ratio(seed) -> None:
     """With w frozen at theta, L(theta + h) - L(theta - h) over 2h is the gradient, clip included (away from its kinks)."""
@@ -252,7 +252,7 @@ def test_gradient_agrees_with_finite_differences_of_the_ratio(seed) -> None:
         assert (loss(case.theta + nudge) - loss(case.theta - nudge)) / (2 * step) == pytest.approx(gradient[token].item(), abs=1e-7)
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.integers(0, 10_000))
 def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed) -> None:
     case = random_case(seed, moved=0.6)
@@ -260,13 +260,14 @@ def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed) -> None:
     assert result.metrics.clip_fraction * len(case.theta) == pytest.approx((gradient == 0).sum().item())
 
 
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(normalizer, algorithm) -> None:
+def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(normalizer, algorithm, poison) -> None:
     case = random_case(11)
     broken = case.rows()[1]
     poisoned = replace(case, theta=case.theta.clone(), old=case.old.clone())
-    poisoned.theta[broken] = poisoned.old[broken] = math.nan
+    poisoned.theta[broken] = poisoned.old[broken] = poison
     _, clean = case.run(truncated=torch.arange(len(case.lengths)) == 1, mask_truncated=True, normalizer=normalizer, algorithm=algorithm)
     result, gradient = poisoned.run(normalizer=normalizer, algorithm=algorithm)
     assert not gradient[broken].any()
@@ -295,7 +296,7 @@ def test_truncated_completions_are_masked_only_when_asked() -> None:
     assert EXAMPLE.run(truncated, mask_truncated=True)[0].keep.tolist() == [False, True]
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.integers(0, 10_000), st.sampled_from(["both", "either", "none"]))
 def test_the_filter_decides_per_completion_by_its_definition(seed, kind) -> None:
     case = random_case(seed)
@@ -305,6 +306,13 @@ def test_the_filter_decides_per_completion_by_its_definition(seed, kind) -> None
         x = case.gen[row] - case.theta[row]
         far, no_gain = (x.exp() - x - 1).mean().item() > 0.2, case.advantages[i].item() <= 0
         assert keep[i].item() == {"both": not (far and no_gain), "either": not (far or no_gain), "none": True}[kind]
+
+
+def test_no_advantage_at_all_counts_as_no_gain() -> None:
+    case = replace(EXAMPLE, advantages=torch.tensor([0.5, 0.0], dtype=torch.float64))
+    for kind in ("both", "either"):
+        assert case.run(filter=kind, kl_threshold=0.31)[0].keep.tolist() == ([True, True] if kind == "both" else [False, False])
+        assert case.run(filter=kind, kl_threshold=0.3)[0].keep.tolist() == ([True, False] if kind == "both" else [False, False])
 
 
 def padded_gradient(case: Case, options: LearningOptions, side: str) -> Tensor:
@@ -332,7 +340,7 @@ def padded_gradient(case: Case, options: LearningOptions, side: str) -> Tensor:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@EXAMPLES
+@PROPERTY
 @given(seed=st.integers(0, 10_000))
 def test_padding_makes_no_difference(side, seed) -> None:
     case = random_case(seed, moved=0.3)
@@ -342,7 +350,7 @@ def test_padding_makes_no_difference(side, seed) -> None:
 
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@EXAMPLES
+@PROPERTY
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 3))
 def test_micro_batches_add_up_to_the_batch(normalizer, algorithm, seed, cut) -> None:
     case = random_case(seed, moved=0.3)
@@ -368,7 +376,7 @@ def test_micro_batches_add_up_to_the_batch(normalizer, algorithm, seed, cut) -> 
     assert metrics.ratio_max == whole.metrics.ratio_max
 
 
-@EXAMPLES
+@PROPERTY
 @given(st.integers(0, 10_000))
 def test_the_order_of_completions_within_a_group_makes_no_difference(seed) -> None:
     case = random_case(seed)
@@ -394,7 +402,13 @@ def test_normalizer_kept_averages_over_kept_completions_and_groups_that_have_one
     assert weights[keep].tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
 
 
-@EXAMPLES
+def test_weights_are_finite_when_nothing_is_kept() -> None:
+    for algorithm in ALGORITHMS:
+        options = LearningOptions(algorithm=algorithm, normalizer="kept")
+        assert completion_weights(torch.tensor([1, 2]), torch.tensor([2]), options, torch.zeros(2, dtype=torch.bool)).isfinite().all()
+
+
+@PROPERTY
 @given(st.integers(0, 10_000))
 def test_leaving_out_groups_without_advantage_is_the_same_as_computing_them(seed) -> None:
     case = random_case(seed)
