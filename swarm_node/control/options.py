@@ -34,8 +34,18 @@ class SagcOptions(Options):
     event: Literal["group", "any"] = "group"
     """What counts against the budget in a step: the share of straggling groups, or whether `any` group straggled."""
     retreat: bool = True
-    """While lambda is pinned at `lambda_max`, step towards the smallest candidate. Without it, candidates that all straggle alike
-    cost alike, and the largest wins. Changes nothing below `lambda_max`."""
+    """Once lambda reaches `lambda_max`, step towards the smallest candidate until it is below 90 % of it. Without this, candidates that
+    straggle alike cost alike and the largest wins, however far the budget is broken. Changes nothing below `lambda_max`."""
+    counterfactual: float = Field(0.0, ge=0, le=1)
+    """Weight at which a group also counts for every smaller candidate, by the share of its subsets of that size that would have
+    straggled; 0 switches it off."""
+    monotone: bool = False
+    """Believe that the straggler probability cannot fall as G grows: pool posterior means that say otherwise."""
+    prompt_aware: bool = False
+    """Choose G for each group by what is known of its prompt (task, level, length), all under the one budget; needs `event = "group"`."""
+    utility: Literal["log2", "rate"] = "log2"
+    """What a size is worth before its stragglers are charged: `log2` G, or the logarithm of variance reduction per second, by step times
+    learned from the engine's reports."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -43,6 +53,8 @@ class SagcOptions(Options):
             raise ValueError(f"control.candidates must be strictly increasing and not empty, got {list(self.candidates)}: sort them")
         if self.lambda_0 > self.lambda_max:
             raise ValueError(f"control.lambda_0 = {self.lambda_0} is above control.lambda_max = {self.lambda_max}: lower it")
+        if self.prompt_aware and self.event == "any":
+            raise ValueError('control.prompt_aware charges each group by itself: set control.event = "group"')
         return self
 
     @property

@@ -7,6 +7,8 @@ follows the budget delta. Pure arithmetic on completion lengths: no torch, no I/
     choose:  for G within one step of the current index: p ~ Beta(1 + alpha_G, 1 + beta_G);  G = argmax log2 G - lambda p
     observe: S = share of the step's groups that straggled
     update:  all arms: alpha, beta *= gamma;  alpha_G += S, beta_G += 1 - S;  lambda = clip(lambda + eta (S - delta), 0, lambda_max)
+
+That is the paper's controller; the options `retreat`, `counterfactual`, `monotone`, `prompt_aware` and `utility` add to it.
 """
 
 from __future__ import annotations
@@ -14,55 +16,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from swarm_node.control.arms import UNIFORM, Arms, Beta, mean
+from swarm_node.control.counterfactual import subset_straggler_probabilities
+from swarm_node.control.decision import ControlStateError, Cost, Decision, Observation
 from swarm_node.control.events import straggler_share, straggles
 from swarm_node.control.options import SagcOptions
+from swarm_node.control.prompt_aware import FeatureTable, feature_priors
+from swarm_node.control.steptime import StepTimeModel, rate_utilities
 
 STATE_VERSION = 1
-
-
-class ControlStateError(ValueError):
-    """A saved controller state cannot be restored; the message says why."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """How many completions each group of the next step gets."""
-
-    size: int
-    """G."""
-    multiplier: float
-    """Lambda that the decision was made with."""
-    sampled: Mapping[int, float]
-    """Candidate size -> straggler probability drawn for it; only the candidates within reach."""
-    changed: bool
-    """Whether G differs from the step before."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What the controller learned from one step's groups."""
-
-    stragglers: int
-    """Groups with the straggler event."""
-    groups: int
-    share: float
-    """S: what was held against the budget in this step, in [0, 1]."""
-    multiplier: float
-    """Lambda after the update."""
-    infeasible: bool
-    """Lambda is pinned at its limit and the smallest size is believed to break the budget: no candidate can keep it."""
-    truncated_groups: int
-    """Groups whose every completion hit the token limit: their ratio is 1 and no event can fire, however long they would be."""
-    censored_groups: int
-    """Groups without the event in which some completion hit the token limit (`truncated_groups` among them): the event is unknown."""
-
-    @property
-    def rate(self) -> float:
-        """Share of the step's groups that straggled."""
-        return self.stragglers / self.groups
+RETREAT_UNTIL = 0.9
+"""Share of lambda_max below which a retreat ends. Leaving at once would let lambda bounce at its limit, and every bounce forgets a
+straggler that the budget should have paid for."""
 
 
 class Controller:
@@ -73,108 +40,202 @@ class Controller:
 
     def __init__(self, options: SagcOptions, seed: int) -> None:
         self.options = options
+        self.multiplier = options.lambda_0
+        self.step_time = StepTimeModel()
         self._random = random.Random(seed)
         self._sizes = options.sizes
-        self._counts = [[0.0, 0.0] for _ in self._sizes]  # alpha, beta an arm, without the Beta(1, 1) prior
+        self._priors = [UNIFORM] * len(self._sizes)
+        self._arms = Arms(len(self._sizes))
+        self._features = FeatureTable(len(self._sizes), options.gamma)
         self._index = 0
         self._age = options.hold  # steps since G last changed; the first step may change it
         self._steps = 0
-        self.multiplier = options.lambda_0
+        self._retreating = False
+        self._pending: list[tuple[str, int]] = []  # feature and index of each group, where groups were decided one by one
 
     @property
     def posterior(self) -> dict[int, float]:
-        """Candidate size -> posterior mean of its straggler probability."""
-        return {size: (1 + alpha) / (2 + alpha + beta) for size, (alpha, beta) in zip(self._sizes, self._counts, strict=True)}
+        """Candidate size -> posterior mean of its straggler probability, over all prompts."""
+        return {size: mean(beta) for size, beta in zip(self._sizes, self._posteriors(), strict=True)}
 
     @property
     def infeasible(self) -> bool:
         """See `Observation.infeasible`."""
-        pinned = self.options.group_size is None and self.multiplier >= self.options.lambda_max
-        alpha, beta = self._counts[0]
-        return pinned and (1 + alpha) / (2 + alpha + beta) > self.options.delta
+        pinned = self._retreating or self.multiplier >= self.options.lambda_max
+        return pinned and self.options.group_size is None and mean(self._posteriors()[0]) > self.options.delta
 
-    def choose(self) -> Decision:
-        """The group size of the next step, at most one candidate away from the last one."""
-        reach = self._reach()
-        sampled = {self._sizes[i]: self._random.betavariate(1 + self._counts[i][0], 1 + self._counts[i][1]) for i in reach}
-        if self.options.retreat and self.multiplier >= self.options.lambda_max:
-            best = reach[0]
-        else:
-            best = max(reach, key=lambda i: math.log2(self._sizes[i]) - self.multiplier * sampled[self._sizes[i]])
+    def _posteriors(self) -> list[Beta]:
+        return self._arms.posteriors(self._priors, monotone=self.options.monotone)
+
+    # -- choose -------------------------------------------------------------------------------------------------------------------
+
+    def choose(self, features: Sequence[str] = ()) -> Decision:
+        """The group size of the next step, at most one candidate away from the last one.
+
+        Args:
+            features: `prompt_aware.prompt_feature` of each group. With `prompt_aware` every feature gets a size of its own, at most one
+                candidate away from the feature's last one.
+        """
+        limit = self.options.lambda_max
+        self._retreating = self.options.retreat and self.multiplier >= limit * (RETREAT_UNTIL if self._retreating else 1.0)
+        if features and self.options.prompt_aware and self.options.group_size is None:
+            return self._choose_each(features)
+        self._pending = []
+        best, sampled = self._decide(self._posteriors(), self._utilities(), self._index, self._age)
         changed = best != self._index
-        self._index = best
-        self._age = 1 if changed else self._age + 1
-        return Decision(self._sizes[best], self.multiplier, sampled, changed)
+        self._index, self._age = best, (1 if changed else self._age + 1)
+        return Decision(self._sizes[best], self.multiplier, sampled, changed, (self._sizes[best],) * len(features))
 
-    def _reach(self) -> range:
-        """Indices of the candidates that the next step may use, ascending."""
-        if self._age < self.options.hold:
-            return range(self._index, self._index + 1)
-        return range(max(self._index - 1, 0), min(self._index + 2, len(self._sizes)))
+    def _choose_each(self, features: Sequence[str]) -> Decision:
+        utilities, priors = self._utilities(), feature_priors(self._posteriors())
+        chosen: dict[str, int] = {}
+        changed = False
+        for name in dict.fromkeys(features):
+            feature = self._features.get(name, self._steps, start=self._index, age=self.options.hold)
+            posteriors = feature.arms.posteriors(priors, monotone=self.options.monotone)
+            chosen[name], _ = self._decide(posteriors, utilities, feature.index, feature.age)
+            moved = chosen[name] != feature.index
+            feature.index, feature.age = chosen[name], (1 if moved else feature.age + 1)
+            changed = changed or moved
+        self._pending = [(name, chosen[name]) for name in features]
+        self._index = sorted(chosen[name] for name in features)[(len(features) - 1) // 2]
+        sizes = tuple(self._sizes[index] for _, index in self._pending)
+        return Decision(self._sizes[self._index], self.multiplier, {}, changed, sizes)
 
-    def observe(self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = ()) -> Observation:
+    def _decide(self, posteriors: Sequence[Beta], utilities: Sequence[float], index: int, age: int) -> tuple[int, dict[int, float]]:
+        """The best candidate within reach of `index`, and what was drawn for each candidate there."""
+        step = 0 if age < self.options.hold else 1
+        reach = range(max(index - step, 0), min(index + step + 1, len(self._sizes)))
+        drawn = {i: self._random.betavariate(*posteriors[i]) for i in reach}
+        best = reach[0] if self._retreating else max(reach, key=lambda i: utilities[i] - self.multiplier * drawn[i])
+        return best, {self._sizes[i]: probability for i, probability in drawn.items()}
+
+    def _utilities(self) -> list[float]:
+        if self.options.utility == "rate":
+            return rate_utilities(self._sizes, self.step_time.predict(self._sizes))
+        return [math.log2(size) for size in self._sizes]
+
+    # -- observe ------------------------------------------------------------------------------------------------------------------
+
+    def observe(self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = (), cost: Cost | None = None) -> Observation:
         """Learn from the groups sampled after the last `choose`.
 
         Args:
-            lengths: tokens of each completion, one sequence a group.
+            lengths: tokens of each completion, one sequence a group, in the order of `choose`'s features where it got any.
             truncated: whether each completion was cut at the token limit, in the same order; empty: none was.
+            cost: what sampling them cost; feeds the step-time model.
 
         Raises:
-            ValueError: no group, an empty group, or a length below 1.
+            ValueError: no group, an empty group, a length below 1, or another number of groups than was decided.
         """
         events = [straggles(group, self.options.straggler_ratio) for group in lengths]
         blind = sum(all(cut) for cut in truncated)
         censored = sum(any(cut) and not event for cut, event in zip(truncated, events, strict=False))
-        return self.observe_events(events, truncated_groups=blind, censored_groups=censored)
+        if cost is not None:
+            self.step_time.observe(lengths, cost)
+        smaller = self._counterfactuals(lengths) if self.options.counterfactual else []
+        return self._learn(events, smaller, blind, censored)
 
-    def observe_events(self, events: Sequence[bool], *, truncated_groups: int = 0, censored_groups: int = 0) -> Observation:
-        """Learn from straggler events alone, one a group. Raises ValueError when there is none."""
+    def observe_events(self, events: Sequence[bool]) -> Observation:
+        """Learn from straggler events alone, one a group: what `observe` does without lengths. Raises ValueError as it does."""
+        return self._learn(events, [], 0, 0)
+
+    def _counterfactuals(self, lengths: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each group, the straggler probability of its subsets of each smaller candidate size, ascending."""
+        alike: dict[tuple[int, int], list[int]] = {}  # (completions, index) -> groups
+        for group, completions in enumerate(lengths):
+            index = self._pending[group][1] if self._pending else self._index
+            alike.setdefault((len(completions), index), []).append(group)
+        found: list[list[float]] = [[] for _ in lengths]
+        for (count, index), groups in alike.items():
+            sizes = tuple(size for size in self._sizes[:index] if size <= count)
+            if sizes:
+                rows = subset_straggler_probabilities([lengths[group] for group in groups], sizes, self.options.straggler_ratio)
+                for group, row in zip(groups, rows.tolist(), strict=True):
+                    found[group] = row
+        return found
+
+    def _learn(self, events: Sequence[bool], smaller: Sequence[Sequence[float]], blind: int, censored: int) -> Observation:
+        options = self.options
         if not events:
             raise ValueError("a step without groups teaches the controller nothing: observe at least one group")
-        share = straggler_share(events, self.options.event)
-        self._update(share)
-        return Observation(sum(events), len(events), share, self.multiplier, self.infeasible, truncated_groups, censored_groups)
-
-    def _update(self, share: float) -> None:
-        options = self.options
-        for counts in self._counts:
-            counts[0] *= options.gamma
-            counts[1] *= options.gamma
-        self._counts[self._index][0] += share
-        self._counts[self._index][1] += 1.0 - share
+        if self._pending and len(events) != len(self._pending):
+            raise ValueError(f"{len(self._pending)} groups were decided and {len(events)} observed: observe exactly the decided ones")
+        share = straggler_share(events, options.event)
+        self._arms.discount(options.gamma)
+        if self._pending:
+            self._learn_each(events, smaller)
+        else:
+            self._arms.add(self._index, share)
+        shares = {}
+        for index, size in enumerate(self._sizes):
+            probabilities = [row[index] for row in smaller if index < len(row)]
+            if probabilities:
+                shares[size] = straggler_share(probabilities, options.event)
+                self._arms.add(index, shares[size], options.counterfactual * len(probabilities) / len(events))
         if options.group_size is None:
             self.multiplier = min(max(self.multiplier + options.eta * (share - options.delta), 0.0), options.lambda_max)
         self._steps += 1
+        return Observation(sum(events), len(events), share, self.multiplier, self.infeasible, blind, censored, shares)
+
+    def _learn_each(self, events: Sequence[bool], smaller: Sequence[Sequence[float]]) -> None:
+        """Count each group for its feature, and all of a step's groups together as one for the general experience."""
+        for group, ((name, index), event) in enumerate(zip(self._pending, events, strict=True)):
+            self._arms.add(index, float(event), 1 / len(events))
+            feature = self._features.get(name, self._steps + 1, start=index, age=0)
+            feature.arms.add(index, float(event))
+            for lower, probability in enumerate(smaller[group] if smaller else ()):
+                feature.arms.add(lower, probability, self.options.counterfactual)
+
+    # -- state --------------------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything that the path from here on depends on, as JSON."""
         version, words, gauss = self._random.getstate()
         return {
             "version": STATE_VERSION,
-            "size": self._sizes[self._index],
+            "candidates": list(self._sizes),
+            "index": self._index,
             "age": self._age,
             "steps": self._steps,
             "multiplier": self.multiplier,
-            "counts": {str(size): list(counts) for size, counts in zip(self._sizes, self._counts, strict=True)},
+            "retreating": self._retreating,
+            "counts": [list(pair) for pair in self._arms.counts],
+            "features": self._features.state(),
+            "pending": [list(group) for group in self._pending],
+            "step_time": self.step_time.state(),
             "random": [version, list(words), gauss],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`. Candidates that the state does not know start without counts; G becomes the nearest candidate
-        that is not above the saved one.
+        """Continue from `state()`.
+
+        Where the candidates changed, those that are still there keep their counts, G becomes the nearest one that is not above the
+        saved one, and features start anew.
 
         Raises:
-            ControlStateError: another version, or not a controller's state.
+            ControlStateError: another version, or not a controller's state. The controller is then as it was.
         """
         if state.get("version") != STATE_VERSION:
             raise ControlStateError(f"controller state has version {state.get('version')}, this build reads {STATE_VERSION}")
+        fresh = Controller(self.options, 0)
         try:
-            counts = [[float(value) for value in state["counts"].get(str(size), (0.0, 0.0))] for size in self._sizes]
-            index = max((i for i, size in enumerate(self._sizes) if size <= int(state["size"])), default=0)
-            age, steps, multiplier = int(state["age"]), int(state["steps"]), float(state["multiplier"])
-            version, words, gauss = state["random"]
-            self._random.setstate((version, tuple(words), gauss))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            fresh._read(state)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ControlStateError(f"not a controller state: {error!r}") from error
-        self._counts, self._index, self._age, self._steps = counts, index, age, steps
-        self.multiplier = min(max(multiplier, 0.0), self.options.lambda_max)
+        self.__dict__.update(fresh.__dict__)
+
+    def _read(self, state: Mapping[str, Any]) -> None:
+        saved = [int(size) for size in state["candidates"]]
+        counts = {size: [float(alpha), float(beta)] for size, (alpha, beta) in zip(saved, state["counts"], strict=True)}
+        self._arms.counts = [counts.get(size, [0.0, 0.0]) for size in self._sizes]
+        self._index = max((i for i, size in enumerate(self._sizes) if size <= saved[state["index"]]), default=0)
+        self._age, self._steps = int(state["age"]), int(state["steps"])
+        self.multiplier = min(max(float(state["multiplier"]), 0.0), self.options.lambda_max)
+        self._retreating = bool(state["retreating"])
+        if tuple(saved) == self._sizes:
+            self._features.restore(state["features"])
+            self._pending = [(str(name), int(index)) for name, index in state["pending"]]
+        self.step_time.restore(state["step_time"])
+        version, words, gauss = state["random"]
+        self._random.setstate((version, tuple(words), gauss))
