@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from swarm_node.policy import checkpoint as module
-from swarm_node.policy.checkpoint import Checkpoint, DiskFull, check_room, load_latest, save_checkpoint
+from swarm_node.policy.checkpoint import Checkpoint, DiskFull, check_room, load_latest, read_latest, save_checkpoint
 
 
 def make(step: int, size: int = 100) -> Checkpoint:
@@ -105,6 +105,13 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
         (tmp_path / leftover / "weights.safetensors").write_bytes(b"half")
     assert_same(load_latest(tmp_path), make(3))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_reading_another_process_s_checkpoints_touches_nothing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, make(3))
+    (tmp_path / ".writing-step-00000004").mkdir()
+    assert_same(read_latest(tmp_path), make(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-step-00000004", "step-00000003"]
 
 
 def test_a_checkpoint_that_stepped_aside_is_put_back(tmp_path: Path) -> None:

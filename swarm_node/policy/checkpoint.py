@@ -119,11 +119,18 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is what its manifest says, or None. Damaged ones are passed over with a warning; leftovers are removed."""
-    if not folder.is_dir():
-        return None
-    _clean(folder)
-    for path in _newest_first(folder):
+    """The newest checkpoint that is what its manifest says, or None. For the process that saves to `folder`: leftovers are removed."""
+    if folder.is_dir():
+        _clean(folder)
+    return read_latest(folder)
+
+
+def read_latest(folder: Path) -> Checkpoint | None:
+    """As `load_latest`, but nothing in the folder is touched: for those who look at another process's checkpoints.
+
+    Damaged checkpoints are passed over with a warning.
+    """
+    for path in _newest_first(folder) if folder.is_dir() else ():
         try:
             return _read(path)
         except (_Damaged, OSError) as error:
