@@ -156,7 +156,7 @@ def test_what_a_peer_sends_is_scored_before_it_is_learned_from(swarm: MakeSwarm)
         problem = ada.problem(scored.group.problem)
         right = [ada.task.reward(problem, ada.policy.decode(c.tokens)).value for c in scored.group.completions]
         assert list(scored.rewards) == right
-    assert ada.rejections() == {"bad_encoding": 1}
+    assert ada.rejections() == {"unsupported_version": 1}
 
 
 def test_the_state_is_always_one_of_the_named_ones(swarm: MakeSwarm) -> None:

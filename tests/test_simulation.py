@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from swarm_protocols.codec import decode_group, encode_group
+from swarm_protocols.group import ProblemRef, hash_prompt
 from swarm_protocols.messages import GroupMessage, decode_message, encode_message
 
 from swarm_node.network.simulated import RawPeer
 from swarm_node.network.weather import Churn, Link
 from swarm_node.simulation import NodeSpec, Swarm
+from swarm_node.tasks.assignment import assigned_index
 
 MakeSwarm = Callable[..., Swarm]
-PAIR = (NodeSpec("ada", "tiny-s"), NodeSpec("ben", "tiny-s"))
+# A step of these takes one to two virtual seconds.
+PAIR = (NodeSpec("ada", "tiny-s", tokens_per_s=200), NodeSpec("ben", "tiny-s", tokens_per_s=200))
 
 
 def weights(swarm: Swarm, name: str) -> torch.Tensor:
@@ -69,27 +73,34 @@ def test_a_peer_that_sends_garbage_is_counted_and_changes_nothing(swarm: MakeSwa
     assert used(attacked, "ada") == used(quiet, "ada") > 0
 
 
-def test_replayed_forged_and_stolen_groups_are_refused_by_name(swarm: MakeSwarm) -> None:
-    sent: list[str] = []
-
-    def thief(peer: RawPeer, _: Swarm) -> None:
-        for sender, raw in list(peer.heard)[:1]:
+def test_stolen_and_forged_groups_are_refused_by_name(swarm: MakeSwarm) -> None:
+    def thief(peer: RawPeer, house: Swarm) -> None:
+        for _, raw in list(peer.heard)[-1:]:
             message = decode_message(raw)
             assert isinstance(message, GroupMessage)
-            peer.send_bytes(raw)  # the very message of somebody else, under the thief's own name
-            group = decode_group(message.body)
-            for completion in group.completions:
-                completion.logprobs[:] = np.nan
-            peer.send_bytes(encode_message(GroupMessage(encode_group(group, exact=True))))
-            sent.append(sender)
+            peer.send_bytes(raw)  # somebody else's message under the thief's own name: its problem was never the thief's
+            stolen = decode_group(message.body)
+            ada = house["ada"].node
+            for number, logprob in enumerate((-1.0, 0.5)):
+                # Everything but the log-probs is as it should be: a problem that really is the thief's, and its prompt.
+                ref = ProblemRef(stolen.problem.task, 0, assigned_index("mallory", stolen.policy.step, number, 0))
+                forged = dataclasses.replace(
+                    stolen,
+                    problem=ref,
+                    prompt_hash=hash_prompt(ada.prompt(ada.problem(ref))),
+                    sequence=stolen.sequence * 2 + number,
+                    completions=tuple(dataclasses.replace(c, logprobs=np.full_like(c.logprobs, logprob)) for c in stolen.completions),
+                )
+                peer.send_bytes(encode_message(GroupMessage(encode_group(forged))))
 
     house = swarm(PAIR, seed=6, adversaries={"mallory": thief})
     house.run(steps=4)
-    assert sent
-    # A problem is assigned to one peer id, so what is stolen is refused before anybody looks at its content.
-    assert set(refused(house, "ada")) <= {"not_assigned", "duplicate", "replay"}
-    assert refused(house, "ben")["not_assigned"] > 0
-    assert all(row.ratio_max < 1e3 for node in house for row in node.rows if row.foreign_groups_used)
+    for name in ("ada", "ben"):
+        # A stolen body is a duplicate to whoever had it from its maker, and not the thief's to send for everybody else.
+        assert refused(house, name).keys() & {"duplicate", "not_assigned"}
+        assert refused(house, name)["bad_logprobs"] > 0
+    assert all("mallory" not in node.node.pool.report().peers for node in house)
+    assert used(house, "ada") > 0
 
 
 def test_a_node_without_peers_trains_alone_and_meets_them_when_the_partition_heals(swarm: MakeSwarm) -> None:
