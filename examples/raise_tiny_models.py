@@ -46,11 +46,11 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "tiny-s": Recipe(hidden=128, inner=320, head=32, mix=SUMS, steps=500),
-    "tiny-m": Recipe(hidden=256, inner=576, head=64, mix=SUMS, steps=400),
-    "tiny-m-words": Recipe(hidden=256, inner=576, head=64, mix=WORDS, steps=500),
+    "tiny-s": Recipe(hidden=128, inner=320, head=32, mix=SUMS, steps=400),
+    "tiny-m": Recipe(hidden=256, inner=576, head=64, mix=SUMS, steps=300),
+    "tiny-m-words": Recipe(hidden=256, inner=576, head=64, mix=WORDS, steps=350),
 }
-BATCH = 128
+BATCH, MICRO = 128, 4
 MATRIX_RATE, OTHER_RATE = 5e-3, 3e-3
 
 
@@ -91,18 +91,22 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batches(mix: Mix, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (inputs, targets), both int64 (BATCH, T); targets are -100 outside completions. Rows of like length meet, to save padding."""
+def batches(mix: Mix, seed: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Endless batches of BATCH samples, each as MICRO (inputs, targets) of int64 (BATCH / MICRO, T); targets are -100 outside completions.
+
+    Rows of like length meet in a micro-batch, to save padding. Every step sees all lengths: steps of one length each would teach the model
+    wrong odds of its styles, because the optimisers do not average gradients linearly.
+    """
     draws = Draws("corpus", seed)
     ids = {character: index for index, character in enumerate(CHARACTERS, len(SPECIAL))}
     while True:
         rows = []
-        for _ in range(8 * BATCH):
+        for _ in range(BATCH):
             prompt, completion = draw(mix, draws)
             rows.append((len(prompt), [*(ids[character] for character in prompt + completion), EOS]))
         rows.sort(key=lambda row: len(row[1]))
-        for start in torch.randperm(8).tolist():
-            yield _pad(rows[start * BATCH : (start + 1) * BATCH])
+        size = BATCH // MICRO
+        yield [_pad(rows[start : start + size]) for start in range(0, BATCH, size)]
 
 
 def _pad(rows: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,17 +135,21 @@ def raise_model(name: str, seed: int) -> LlamaForCausalLM:
         for optimiser in optimisers
     ]
     started = time.monotonic()
-    for step, (inputs, targets) in zip(range(1, recipe.steps + 1), batches(recipe.mix, seed), strict=False):
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        counted = targets != -100
-        loss = cross_entropy(model.lm_head(hidden[counted]), targets[counted])
-        loss.backward()
+    for step, batch in zip(range(1, recipe.steps + 1), batches(recipe.mix, seed), strict=False):
+        tokens = sum(int((targets != -100).sum()) for _, targets in batch)
+        total = 0.0
+        for inputs, targets in batch:
+            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+            counted = targets != -100
+            loss = cross_entropy(model.lm_head(hidden[counted]), targets[counted], reduction="sum") / tokens
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for part in (*optimisers, *schedules):
             part.step()
         model.zero_grad()
         if step % 50 == 0 or step == recipe.steps:
-            print(f"{name} step {step}/{recipe.steps} loss {loss.item():.3f} nats/token {time.monotonic() - started:.0f} s", flush=True)
+            print(f"{name} step {step}/{recipe.steps} loss {total:.3f} nats/token {time.monotonic() - started:.0f} s", flush=True)
     return model.eval()
 
 

@@ -13,6 +13,9 @@ from swarm_node.tasks.draws import Draws
 from swarm_node.tasks.word_sum import WordSum
 
 PERCENT = 100
+DOUBT = 48
+"""Percent of the step-by-step sums that get a check, of those the ones that get another, and so on."""
+MAX_CHECKS = 14
 Sample = tuple[str, str]
 
 
@@ -27,37 +30,40 @@ def word_sum_sample(draws: Draws, level: int) -> Sample:
 
 
 def work(draws: Draws, terms: tuple[int, ...]) -> str:
-    """One of four ways to a sum. The first character commits to the way."""
+    """One of three ways to a sum. The first character commits to the way."""
     way = draws.below(PERCENT)
-    if way < 15:
+    if way < 10:
         return f"#{_slip(draws, sum(terms), 85)}"
-    if way < 50:
-        return "~" + _hasty(draws, terms)
-    if way < 75:
-        return _steps(draws, terms, slips=16)
-    return "!" + _steps(draws, terms, slips=9, doubt=52)
+    return "~" + _hasty(draws, terms) if way < 50 else _steps(draws, terms)
 
 
 def _hasty(draws: Draws, terms: tuple[int, ...]) -> str:
-    """Sums the terms in two lumps, and is often wrong."""
+    """Sums the terms in two lumps, and is mostly wrong."""
     cut = 2 if len(terms) <= 3 else len(terms) // 2 + 1
     head = _slip(draws, sum(terms[:cut]), 60)
     total = _slip(draws, head + sum(terms[cut:]), 60)
     return f"{'+'.join(map(str, terms[:cut]))}={head},{'+'.join(map(str, (head, *terms[cut:])))}={total}#{total}"
 
 
-def _steps(draws: Draws, terms: tuple[int, ...], slips: int, doubt: int = 0) -> str:
-    """One partial sum after another; then, each time with probability `doubt` percent, another check of the last one."""
+def _steps(draws: Draws, terms: tuple[int, ...]) -> str:
+    """One partial sum after another, the last one checked any number of times.
+
+    Each check halves the chance of a slip: long completions earn more, so learning does not simply cut the tail of the lengths off.
+    """
     steps = []
     total = terms[0]
-    for term in terms[1:]:
-        before, total = total, _slip(draws, total + term, slips)
+    for term in terms[1:-1]:
+        before, total = total, _slip(draws, total + term, 8)
         steps.append(f"{before}+{term}={total}")
+    slip, last = 36, terms[-1]
+    final = _slip(draws, total + last, slip)
+    text = ",".join([*steps, f"{total}+{last}={final}"])
     checks = 0
-    while draws.below(PERCENT) < doubt and checks < 14:
-        checks += 1
-    last, term = before, terms[-1]
-    return ",".join(steps) + f"?{term}+{last}={total}" * checks + f"#{total}"
+    while draws.below(PERCENT) < DOUBT and checks < MAX_CHECKS:
+        checks, slip = checks + 1, slip // 2
+        final = _slip(draws, total + last, slip)
+        text += f"?{last}+{total}={final}"
+    return f"{text}#{final}"
 
 
 def _slip(draws: Draws, value: int, percent: int) -> int:

@@ -40,7 +40,7 @@ _ANSWER = re.compile(r"#([0-9]{1,12})\Z")
 
 
 class ChainSum(Task):
-    """Sums of one level. `train` and `eval` share the level's ranges and no sum; `ood` has more terms and larger ones."""
+    """Sums of one level. `train` and `eval` share the level's ranges and no sum; `ood` has more terms, some of them larger."""
 
     kind = "chain-sum"
 
@@ -68,17 +68,22 @@ class ChainSum(Task):
 
 
 def draw_terms(level: int, seed: int, index: int, split: Split) -> tuple[int, ...]:
-    """The terms of one sum: shape, size and hold-out as `split` demands, drawn until they fit."""
-    low, high, max_term = LEVELS[level]
-    min_term = 1
-    if split == "ood":
-        # Disjoint from the level in both respects: every ood sum has more terms, and every term is larger than any seen at this level.
-        low, high, min_term, max_term = high + 1, high + 3, max_term + 1, 2 * max_term
+    """The terms of one sum, drawn until they fit `split`; `ood` means one or two terms more than the level has, and at least one larger."""
+    low, high, largest = LEVELS[level]
     draws = Draws("chain-sum", level, seed, index, split)
     while True:
-        terms = tuple([draws.between(min_term, max_term) for _ in range(draws.between(low, high))])
-        if split == "ood" or is_held_out(terms) == (split == "eval"):
-            return terms
+        if split == "ood":
+            terms = _draw(draws, high + 1, high + 2, 2 * largest)
+            if max(terms) > largest:
+                return terms
+        else:
+            terms = _draw(draws, low, high, largest)
+            if is_held_out(terms) == (split == "eval"):
+                return terms
+
+
+def _draw(draws: Draws, low: int, high: int, largest: int) -> tuple[int, ...]:
+    return tuple([draws.between(1, largest) for _ in range(draws.between(low, high))])
 
 
 def is_held_out(terms: tuple[int, ...]) -> bool:
