@@ -140,13 +140,38 @@ def summarise(problem: str, name: str, runs: Sequence[Played], truth: Sequence[M
     )
 
 
-def bandit_study(steps: int = 500, seeds: int = 20, groups: int = 1) -> tuple[Row, ...]:
-    """Every controller of `CONTROLLERS` on `INSTANCE`."""
+def bandit_study(
+    controllers: Mapping[str, SagcOptions] = CONTROLLERS, *, steps: int = 500, seeds: int = 20, groups: int = 4
+) -> tuple[Row, ...]:
+    """Every controller on `INSTANCE`, with `groups` groups a step."""
     rows = []
-    for name, options in CONTROLLERS.items():
+    for name, options in controllers.items():
         runs = [play_events(Controller(options, seed), INSTANCE, steps, groups, 10_000 + seed) for seed in range(seeds)]
         rows.append(summarise("events .15/.40/.75", name, runs, [INSTANCE], options.delta))
     return tuple(rows)
+
+
+def feasible_instance(noise: random.Random, delta: float) -> dict[int, float]:
+    """A random bandit whose smallest size keeps the budget: 2 to 5 sizes, each twice the one before, probabilities rising."""
+    while True:
+        probabilities = sorted(noise.random() for _ in range(noise.randint(2, 5)))
+        if probabilities[0] <= delta:
+            return {2 ** (index + 1): probability for index, probability in enumerate(probabilities)}
+
+
+def budget_breaches(
+    table: Mapping[str, object], *, windows: Sequence[int] = (500, 1000, 1500, 2500), instances: int = 200, groups: int = 4
+) -> dict[int, float]:
+    """Window -> share of random feasible instances whose straggler rate over that many steps after the first 500 exceeds delta + 0.03."""
+    noise = random.Random(1)
+    breaches = dict.fromkeys(windows, 0)
+    for seed in range(instances):
+        truth = feasible_instance(noise, SagcOptions().delta)
+        options = SagcOptions.model_validate({"candidates": tuple(truth), **table})
+        rates = play_events(Controller(options, seed), truth, 500 + max(windows), groups, 10_000 + seed).rates
+        for window in windows:
+            breaches[window] += statistics.fmean(rates[500 : 500 + window]) > options.delta + 0.03
+    return {window: count / instances for window, count in breaches.items()}
 
 
 def decision_us(options: SagcOptions, groups: int = 4, rounds: int = 2000) -> float:
@@ -174,4 +199,11 @@ def decision_times() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"bandit": [asdict(row) for row in bandit_study()], "decision_us": decision_times()}, indent=1))
+    found = {
+        "bandit": [asdict(row) for row in bandit_study()],
+        "bandit, one group a step": [asdict(row) for row in bandit_study(groups=1)],
+        "bandit, 200 seeds": [asdict(row) for row in bandit_study(seeds=200)],
+        "breaches": {f"{table}": budget_breaches(table) for table in ({}, {"eta": 0.1}, {"eta": 0.5}, {"retreat": False})},
+        "decision_us": decision_times(),
+    }
+    print(json.dumps(found, indent=1))

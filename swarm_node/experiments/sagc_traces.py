@@ -97,7 +97,7 @@ def study(
     makers: Mapping[str, Maker],
     *,
     steps: int = 600,
-    seeds: int = 10,
+    seeds: int = 6,
     groups: int = 4,
 ) -> tuple[Row, ...]:
     """Every controller on one problem; budget, ratio and candidates are the defaults'."""
@@ -115,7 +115,7 @@ def study(
     )
 
 
-def trace_study(steps: int = 600, seeds: int = 10) -> tuple[Row, ...]:
+def trace_study(steps: int = 600, seeds: int = 6) -> tuple[Row, ...]:
     """Every trace, and the mix of levels."""
     rows = [row for trace in TRACES for row in study(trace.name, [trace], CONTROLLERS, steps=steps, seeds=seeds)]
     return (*rows, *study("levels", LEVELS, LEVEL_CONTROLLERS, steps=steps, seeds=seeds))
