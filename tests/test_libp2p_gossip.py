@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -139,11 +140,22 @@ def test_a_restart_keeps_the_identity_and_finds_remembered_peers(pair: Pair, tmp
 def test_a_third_node_knows_only_a_name_and_hears_of_the_first_over_the_second(pair: Pair, tmp_path: Path) -> None:
     alice, bob = pair
     port = listening(bob)[0].split("/")[4]
-    with node(tmp_path / "carol", peers=(f"/dns4/localhost/tcp/{port}",), remember=False) as carol:
+    with node(tmp_path / "carol", peers=(f"/dns4/localhost/tcp/{port}",), remember=False, max_peers=1) as carol:
         await_peers(carol, bob)
         exchange(alice, carol)
         exchange(carol, alice, tokens=30_000)  # alice is not connected to carol: the body is pulled from bob, who pulled it
         assert alice.peer_id not in carol.report().peer_ids
+
+
+def test_a_swarm_that_began_around_one_node_survives_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        with node(tmp_path / "hub") as hub:
+            spokes = [stack.enter_context(node(tmp_path / name, peers=listening(hub), remember=False)) for name in ("dan", "eve")]
+            await_peers(hub, *spokes)
+            await_peers(spokes[0], spokes[1])  # each heard of the other from the hub
+        exchange(*spokes)
+        await_condition(lambda: spokes[0].report().peer_ids == (spokes[1].peer_id,), "the hub is gone")
+        exchange(*spokes)
 
 
 def test_nodes_of_another_swarm_never_exchange(pair: Pair, tmp_path: Path) -> None:
@@ -191,13 +203,12 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from live_network import loopback, RULES, SWARM, listening
+from live_network import await_condition, loopback, RULES, SWARM, listening
 from swarm_node.network.libp2p_gossip import Libp2pGossip
 options = loopback(directory=True, directory_listen="/ip4/127.0.0.1/tcp/0")
 gossip = Libp2pGossip.start(options, Path({str(tmp_path / "home")!r}), SWARM, RULES)
 listening(gossip)
-while not gossip.report().directory_addresses:
-    time.sleep(0.05)
+await_condition(lambda: gossip.report().directory_addresses, "the directory listens")
 print("up", flush=True)
 time.sleep(600)
 """

@@ -65,9 +65,11 @@ class Dialler:
             return
         self._targets[key] = Target(address, source, now + self._rng.uniform(0, 0.1), peer=address.peer)
 
-    def due(self, now: float, connected: Collection[str], at_most: int) -> list[Target]:
+    def due(self, now: float, connected: Collection[str], at_most: int, only_configured: bool = False) -> list[Target]:
         """Targets to dial now, configured ones first; each is busy until its outcome is told."""
         ready = [t for t in self._targets.values() if not t.busy and t.due <= now and t.peer not in connected]
+        if only_configured:
+            ready = [t for t in ready if t.source is Source.CONFIGURED]
         ready.sort(key=lambda t: (t.source, t.failures, t.due))
         chosen: list[Target] = []
         peers: set[str] = set()

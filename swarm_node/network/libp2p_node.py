@@ -25,6 +25,7 @@ from swarm_node.network.addresses import Address, AddressError, parse_address, p
 from swarm_node.network.dialler import Dialler, Source, Target
 from swarm_node.network.libp2p_guard import PeerGuard
 from swarm_node.network.libp2p_host import DialError, Host
+from swarm_node.network.libp2p_peers import ask, peers_protocol, tell
 from swarm_node.network.libp2p_pull import PULL_PROTOCOL, Held, PullError, Server, fetch
 from swarm_node.network.libp2p_router import Router
 from swarm_node.network.node_config import NodeConfig
@@ -36,6 +37,8 @@ OUTBOX_BODIES = 64
 PULLS_AT_ONCE = 4
 PULLS_WAITING = 256
 DIALS_AT_ONCE = 8
+ENOUGH_PEERS = 3
+"""Times the mesh's degree: with more peers than that, only configured addresses are dialled."""
 HELLO_EVERY_S = 30.0
 QUIET_PER_MINUTE = 60
 """Messages of one signer a minute that carry no group and are passed on."""
@@ -78,6 +81,7 @@ class Node(INotifee):
         self._host = Host(config.identity, config.options)
         self._own = config.identity.peer_id
         self._topic = topic(config.swarm)
+        self._peers_protocol = TProtocol(peers_protocol(config.swarm))
         self._admission = config.rules.build()
         self._held = Held(config.options.held_bytes)
         self._server = Server(self._held, config.options.stream_timeout_s)
@@ -142,6 +146,7 @@ class Node(INotifee):
     async def run(self, started: Callable[[], None]) -> None:
         """Listen, join and serve for ever; `started` is called once the sockets are open."""
         self._host.host.set_stream_handler(TProtocol(PULL_PROTOCOL), self._serve_pull)
+        self._host.host.set_stream_handler(self._peers_protocol, self._tell_peers)
         self._host.swarm.register_notifee(self)
         async with self._host.run(), background_trio_service(self._pubsub), background_trio_service(self._router):
             await self._pubsub.wait_until_ready()
@@ -313,7 +318,8 @@ class Node(INotifee):
             self._dial_now = trio.Event()
             connected, now = self._host.peers(), trio.current_time()
             free = min(DIALS_AT_ONCE - self._dialling, self.config.options.max_peers - len(connected))
-            for target in self._dialler.due(now, connected, max(0, free)):
+            enough = len(connected) >= ENOUGH_PEERS * self.config.options.degree
+            for target in self._dialler.due(now, connected, max(0, free), only_configured=enough):
                 self._dialling += 1
                 nursery.start_soon(self._dial, target)
             due = self._dialler.next_due(connected)
@@ -336,8 +342,26 @@ class Node(INotifee):
         while True:
             await trio.sleep(self.config.options.ping_s * self._rng.uniform(0.8, 1.2))
             async with trio.open_nursery() as nursery:
+                peers = self._host.peers()
+                if peers and len(peers) < self.config.options.degree:  # whom do they know by now?
+                    nursery.start_soon(self._exchange, self._rng.choice(peers))
                 for connection in [c for connections in self._host.swarm.connections.values() for c in connections]:
                     nursery.start_soon(self._ping, connection)
+
+    async def _tell_peers(self, stream: INetStream) -> None:
+        asking = str(stream.muxed_conn.peer_id)
+        known = [address for peer in self._host.peers() if peer != asking for address in self._remembered.get(peer, ())[:1]]
+        self._rng.shuffle(known)
+        await tell(stream, known, self.config.options.stream_timeout_s)
+
+    async def _ask_peers(self, peer: str) -> None:
+        timeout = self.config.options.stream_timeout_s
+        with trio.fail_after(timeout):
+            stream = await self._host.host.new_stream(ID.from_string(peer), [self._peers_protocol])
+        for text in await ask(stream, timeout):
+            self.learn(text, Source.FOUND)
+        with trio.move_on_after(1):
+            await stream.close()
 
     async def _ping(self, connection: INetConn) -> None:
         with self.guard.watch("ping", str(connection.muxed_conn.peer_id)):
@@ -353,8 +377,6 @@ class Node(INotifee):
             await self._host.drop_peer(peer)
 
     def _remember(self, peer: str) -> None:
-        if not self.config.options.remember:
-            return
         known = self._host.host.get_peerstore().addrs(ID.from_string(peer))
         addresses = [address for address in map(_direct, known) if address is not None]
         if not addresses:
@@ -363,7 +385,8 @@ class Node(INotifee):
         self._remembered[peer] = [str(address.with_peer(peer)) for address in addresses]
         for address in addresses:
             self._dialler.add(address.with_peer(peer), Source.REMEMBERED, trio.current_time())
-        write_peers(self.config.home, self._remembered)
+        if self.config.options.remember:
+            write_peers(self.config.home, self._remembered)
 
     # -- INotifee
 
@@ -376,12 +399,17 @@ class Node(INotifee):
         # Its addresses come with its first message on the mesh.
         with self.guard.watch("remember", peer):
             for _ in range(50):
-                await trio.sleep(0.2)
+                await trio.sleep(0.1)
                 if peer not in self._host.peers():
                     return
                 if self._host.host.get_peerstore().get_peer_record(ID.from_string(peer)) is not None:
                     self._remember(peer)
-                    return
+                    break
+        await self._exchange(peer)
+
+    async def _exchange(self, peer: str) -> None:
+        with self.guard.watch("peer exchange", peer):
+            await self._ask_peers(peer)
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:
         peer, now = str(conn.muxed_conn.peer_id), trio.current_time()
