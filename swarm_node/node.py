@@ -19,7 +19,9 @@ from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemR
 from swarm_protocols.reject import Rejected
 
 from swarm_node.config import Config
-from swarm_node.control.sagc import Controller, Decision, Observation
+from swarm_node.control.decision import Cost, Decision, Observation
+from swarm_node.control.prompt_aware import prompt_feature
+from swarm_node.control.sagc import Controller
 from swarm_node.evaluation import Evaluation, evaluate
 from swarm_node.learning.batch import ScoredGroup
 from swarm_node.learning.pool import Pool, PoolState
@@ -118,8 +120,11 @@ class Node:
         """
         began = time.perf_counter()
         self.status.enter(State.ROLLING_OUT, step=self.steps)
-        decision = self.controller.choose()
-        sampled = self.sample(self.next_problems(), decision)
+        problems = self.next_problems()
+        prompts = [self.prompt(problem) for problem in problems]
+        features = [prompt_feature(problem.task, problem.level, len(prompt)) for problem, prompt in zip(problems, prompts, strict=True)]
+        decision = self.controller.choose(features)
+        sampled = self.sample(problems, prompts, decision)
 
         self.status.enter(State.EXCHANGING)
         self.publish(sampled.groups)
@@ -134,6 +139,7 @@ class Node:
         observed = self.controller.observe(
             [[len(completion) for completion in group] for group in sampled.rollout.groups],
             [[completion.finish is Finish.LENGTH for completion in group] for group in sampled.rollout.groups],
+            Cost(sampled.rollout.report.seconds, sampled.rollout.report.slot_idle_share),
         )
         self.steps += 1
         self.totals.own_groups_used += learned.own_groups
@@ -148,10 +154,12 @@ class Node:
         slots = range(self.config.rollout.prompts_per_step)
         return [self.task.problem(seed, assigned_index(self.peer_id, self.steps, slot, seed)) for slot in slots]
 
-    def sample(self, problems: Sequence[Problem], decision: Decision) -> Sampled:
+    def sample(self, problems: Sequence[Problem], prompts: Sequence[NDArray[np.int32]], decision: Decision) -> Sampled:
         """Sample and score one group a problem."""
-        prompts = [self.prompt(problem) for problem in problems]
-        requests = [GroupRequest(prompt, decision.size, self.steps << 16 | slot) for slot, prompt in enumerate(prompts)]
+        requests = [
+            GroupRequest(prompt, size, self.steps << 16 | slot)
+            for slot, (prompt, size) in enumerate(zip(prompts, decision.sizes, strict=True))
+        ]
         options = self.config.rollout
         rollout = self.engine.generate(
             requests, seed=self.config.run.seed, temperature=options.temperature, max_new_tokens=options.max_new_tokens
@@ -159,7 +167,7 @@ class Node:
         groups: list[ScoredGroup] = []
         rewards: list[Reward] = []
         for problem, prompt, completions in zip(problems, prompts, rollout.groups, strict=True):
-            group = self._group(problem, prompt, completions, decision)
+            group = self._group(problem, prompt, completions)
             scores = self.score(problem, completions)
             rewards += [score for score in scores if score is not None]
             groups.append(self._scored(group, prompt, scores, self.peer_id, encode_group(group)))
@@ -224,7 +232,7 @@ class Node:
                 scores.append(None)
         return scores
 
-    def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], decision: Decision) -> Group:
+    def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...]) -> Group:
         self._sequence += 1
         tag = PolicyTag(
             model=self.policy.name,
@@ -234,7 +242,7 @@ class Node:
             dtype=str(self.policy.dtype).removeprefix("torch."),
             sparse_budget=0,
             temperature=self.config.rollout.temperature,
-            group_size=decision.size,
+            group_size=len(completions),
         )
         ref = ProblemRef(problem.task, problem.seed, problem.index)
         return Group(ref, hash_prompt(prompt), tag, self.clock(), self._sequence, completions)
