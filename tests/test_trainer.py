@@ -83,13 +83,16 @@ def naive_gradient(policy: TinyPolicy, groups: Sequence[ScoredGroup], options: L
     return {name: parameter.grad.clone() for name, parameter in policy.trainable().items() if parameter.grad is not None}
 
 
-def gradient_of_step(options: LearningOptions, groups: Sequence[ScoredGroup], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def gradient_of_step(
+    options: LearningOptions, groups: Sequence[ScoredGroup], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """What `Trainer.step` hands to the optimiser, before clipping."""
-    policy, seen = tiny_policy(), {}
+    policy, seen = tiny_policy(dtype), {}
     clip = nn.utils.clip_grad_norm_
 
     def spy(parameters, limit):
-        seen.update({name: parameter.grad.clone() for name, parameter in policy.trainable().items()})
+        parameters = list(parameters)
+        seen.update({name: parameter.grad.clone() for name, parameter in zip(policy.trainable(), parameters, strict=True)})
         return clip(parameters, limit)
 
     with monkeypatch.context() as patch:
@@ -122,6 +125,15 @@ def test_the_gradient_is_the_losss_however_the_batch_is_cut(algorithm, normalize
     counted = 2 if algorithm == "dapo" else 3  # GRPO's average counts the group without variance
     expected = naive_gradient(tiny_policy(), groups[:2], options, counted)
     assert_close(gradient_of_step(options, groups, monkeypatch), expected)
+
+
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(monkeypatch) -> None:
+    whole = gradient_of_step(LearningOptions(), some_groups(), monkeypatch, torch.bfloat16)
+    parts = gradient_of_step(LearningOptions(tokens_per_micro_batch=1), some_groups(), monkeypatch, torch.bfloat16)
+    for name in whole:
+        assert parts[name].dtype == torch.float32
+        # bfloat16 rounds each backward to 8 bits; a lost micro-batch would be a difference of the order of the gradient itself.
+        assert (parts[name] - whole[name]).norm() < 0.05 * whole[name].norm()
 
 
 def test_theta_is_taken_at_each_groups_own_temperature(monkeypatch) -> None:
@@ -325,6 +337,9 @@ def test_the_state_is_a_copy_that_later_steps_leave_alone() -> None:
     trainer.step(some_groups(1))
     assert_same_bits(tensors, copies)
     assert scalars == {"steps": 1, "tokens_per_micro_batch": 2048}
+    # A micro-batch that was halved stays so after a resume: other micro-batches would be other bits.
+    trainer.load_state_dict(tensors, {"steps": 1, "tokens_per_micro_batch": 512})
+    assert trainer.state_dict()[1] == {"steps": 1, "tokens_per_micro_batch": 512}
 
 
 def test_a_state_of_another_model_is_refused() -> None:
