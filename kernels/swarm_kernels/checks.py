@@ -1,0 +1,60 @@
+"""Argument checks that all backends share: a kernel that is handed a wrong shape would read foreign memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swarm_kernels.layout import DTYPES, HEAD_SIZES, MAX_GROUP, PAGE_SIZES, RESERVED_PAGES, LayerCache
+
+
+def check_cache(cache: LayerCache, dtype: torch.dtype) -> None:
+    """Raises ValueError when no kernel reads such a cache, or new tokens have another type than it."""
+    _, _, page_size, head_size = cache.keys.shape
+    if head_size not in HEAD_SIZES or page_size not in PAGE_SIZES or cache.keys.dtype not in DTYPES:
+        raise ValueError(
+            f"no kernel for heads of {head_size}, pages of {page_size} tokens and {cache.keys.dtype}: "
+            f"heads {HEAD_SIZES}, pages {PAGE_SIZES}, {DTYPES}"
+        )
+    if cache.keys.dtype != dtype:
+        raise ValueError(f"new tokens are {dtype}, the cache is {cache.keys.dtype}: they must agree")
+    if cache.keys.stride() != cache.values.stride() or cache.keys.stride()[2:] != (head_size, 1) or cache.centroids.stride(2) != 1:
+        raise ValueError(
+            "keys and values need the same strides, and their last two dimensions contiguous; use swarm_kernels.layout.allocate"
+        )
+
+
+def check_attend(
+    query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, pages: Tensor | None, window: int, splits: int | None
+) -> None:
+    """Raises ValueError when the arguments do not fit together."""
+    _check_batch(query, cache, table, lengths)
+    batch, kv_heads = query.shape[0], cache.keys.shape[1]
+    if pages is not None and (pages.dtype != torch.int32 or pages.shape[:2] != (batch, kv_heads) or pages.stride(2) != 1):
+        raise ValueError(f"page lists are {tuple(pages.shape)} {pages.dtype}; expected ({batch}, {kv_heads}, K) int32, contiguous in K")
+    if window < 0:
+        raise ValueError(f"window is {window}; 0 means none, a positive number the tokens that are visible")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits is {splits}; at least 1, or None")
+
+
+def check_select(query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> None:
+    """Raises ValueError when the arguments do not fit together."""
+    _check_batch(query, cache, table, lengths)
+    if budgets.dtype != torch.int32 or budgets.shape != lengths.shape or not budgets.is_contiguous():
+        raise ValueError(f"budgets are {tuple(budgets.shape)} {budgets.dtype}; expected {tuple(lengths.shape)} int32")
+    if width < RESERVED_PAGES:
+        raise ValueError(f"lists of {width} pages have no room for the {RESERVED_PAGES} reserved ones")
+
+
+def _check_batch(query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor) -> None:
+    batch, heads, head_size = query.shape
+    kv_heads = cache.keys.shape[1]
+    if heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
+        raise ValueError(f"{heads} query heads over {kv_heads} KV heads: a group has 1 to {MAX_GROUP} query heads")
+    if head_size != cache.keys.shape[3] or query.stride(2) != 1:
+        raise ValueError(f"query heads of {head_size}, cached heads of {cache.keys.shape[3]}: they must agree and be contiguous")
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != batch or (table.shape[1] > 1 and table.stride(1) != 1):
+        raise ValueError(f"the page table is {tuple(table.shape)} {table.dtype}; expected ({batch}, pages) int32, contiguous rows")
+    if lengths.dtype != torch.int32 or lengths.shape != (batch,) or not lengths.is_contiguous():
+        raise ValueError(f"lengths are {tuple(lengths.shape)} {lengths.dtype}; expected ({batch},) int32")

@@ -1,0 +1,97 @@
+"""What every backend offers: the kernels of a decode step, under one signature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from swarm_kernels.layout import LayerCache
+
+
+@dataclass(eq=False)
+class DecodeStep:
+    """What all layers of one decode step share. B sequences, one new token each."""
+
+    table: Tensor
+    """(B, M) int32: the physical page of each page of each sequence; entries past a sequence's end are never read."""
+    lengths: Tensor
+    """(B,) int32: tokens of each sequence, the new one included; 0 marks a padded row."""
+    slots: Tensor
+    """(B,) int64: where the new token goes, physical page * page size + offset; -1 for a padded row."""
+    scale: float
+    """Factor of the attention scores, usually head size ** -0.5."""
+    splits: int | None = None
+    """Into how many parts a sequence's pages are cut. A number is the deterministic mode: a sequence's result then depends on that sequence
+    alone. None lets the backend choose from the batch, which is faster for few sequences."""
+    cosines: Tensor | None = None
+    """(B, head size), rotary angles of the new tokens, of the cache's type; None: the model has no rotary embedding."""
+    sines: Tensor | None = None
+    budgets: Tensor | None = None
+    """(B,) int32: pages that a sparse layer reads besides the reserved three; None: every layer is dense."""
+    list_width: int = 0
+    """Pages of the longest list: the largest budget + 3, at most M."""
+
+
+class Kernels(Protocol):
+    """The kernels of one backend. Arguments are described in the `naive.py` of each kernel; they are contiguous in their last dimension,
+    on one device, and query, keys and values have the type of the cache.
+    """
+
+    name: str
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        cache: LayerCache,
+        *,
+        query: Tensor | None = None,
+        cosines: Tensor | None = None,
+        sines: Tensor | None = None,
+    ) -> None:
+        """Write new tokens, see `append/naive.py`."""
+
+    def select_pages(self, query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> Tensor:
+        """Choose the pages of a sparse step, see `selection/naive.py`."""
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        table: Tensor,
+        lengths: Tensor,
+        *,
+        scale: float,
+        pages: Tensor | None = None,
+        window: int = 0,
+        splits: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Decode attention, see `attention/naive.py`."""
+
+    def decode_layer(
+        self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
+    ) -> Tensor:
+        """One layer of a decode step: append (query rotated in place), select when `sparse`, attend.
+
+        query (B, query heads, head size); keys, values (B, KV heads, head size). Returns (B, query heads, head size).
+        """
+
+    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
+        """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""
+
+    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
+        """Write the gradient of one piece; `gradient` may be `logits`, see `logprob/fused.py`."""
+
+
+def compose_layer(
+    kernels: Kernels, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, sparse: bool, window: int
+) -> Tensor:
+    """`decode_layer` out of the three kernels, for backends that have nothing faster."""
+    kernels.append(keys, values, step.slots, cache, query=query, cosines=step.cosines, sines=step.sines)
+    pages = None
+    if sparse and step.budgets is not None:
+        pages = kernels.select_pages(query, cache, step.table, step.lengths, step.budgets, step.list_width)
+    return kernels.attend(query, cache, step.table, step.lengths, scale=step.scale, pages=pages, window=window, splits=step.splits)[0]

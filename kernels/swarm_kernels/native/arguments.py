@@ -1,0 +1,54 @@
+"""The argument structures of the C interface, field for field as in the headers beside this file."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def _fields(pointers: str, strides: str, integers: str) -> list[tuple[str, type]]:
+    kinds = ((pointers, ctypes.c_void_p), (strides, ctypes.c_int64), (integers, ctypes.c_int32))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class AppendArguments(ctypes.Structure):
+    _fields_ = _fields(
+        "keys values query cosines sines slots cache_keys cache_values centroids",
+        "key_token key_head value_token value_head query_token query_head angle_token page_stride head_stride centroid_page centroid_head",
+        "dtype tokens kv_heads query_heads head_size page_size threads",
+    )
+
+
+class SelectArguments(ctypes.Structure):
+    _fields_ = _fields(
+        "query centroids table lengths budgets pages",
+        "query_sequence query_head centroid_page centroid_head table_sequence",
+        "dtype batch kv_heads group head_size page_size list_width threads",
+    )
+
+
+class AttendArguments(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "query keys values table lengths pages out lse partial",
+            "query_sequence query_head page_stride head_stride table_sequence pages_sequence pages_head out_sequence out_head",
+            "dtype batch kv_heads group head_size page_size list_width window splits threads",
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class DecodeArguments(ctypes.Structure):
+    _fields_ = [("append", AppendArguments), ("select", SelectArguments), ("attend", AttendArguments), ("sparse", ctypes.c_int32)]
+
+
+class LogprobArguments(ctypes.Structure):
+    _fields_ = _fields(
+        "logits targets sharpness top mass chosen lse scale gradient", "row_stride gradient_stride", "dtype rows columns threads"
+    )
+
+
+STRUCTURES = (AppendArguments, SelectArguments, AttendArguments, DecodeArguments, LogprobArguments)
