@@ -39,7 +39,7 @@ SWARM_NODE = (sys.executable, "-m", "swarm_node.cli.app")
 PROGRESS_S = 15.0
 STOP_S = 20.0
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 150)
 
 
 @dataclass

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +13,7 @@ from swarm_protocols.group import Finish
 
 from swarm_node.config import Config
 from swarm_node.observe.metrics import EvalRow
-from swarm_node.policy.checkpoint import Checkpoint, load_latest
+from swarm_node.policy.checkpoint import read_latest
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest
@@ -162,7 +160,7 @@ def load_trained(config: Config) -> tuple[Policy, int]:
         EvaluationError: the home folder holds no checkpoint, or one of another model.
         ModelError: the model cannot be loaded.
     """
-    checkpoint = _read_latest(config.home / "checkpoints")
+    checkpoint = read_latest(config.home / "checkpoints")
     if checkpoint is None:
         raise EvaluationError(
             f"{config.home} holds no checkpoint: name the home folder of a node that has trained, or a model with --model"
@@ -173,17 +171,6 @@ def load_trained(config: Config) -> tuple[Policy, int]:
     except ValueError as error:
         raise EvaluationError(f"{config.home}: {error}") from error
     return policy, checkpoint.step
-
-
-def _read_latest(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, read through links to the complete ones.
-
-    `load_latest` tidies up a folder that it takes for its own, and would take away what a running node is just writing.
-    """
-    with tempfile.TemporaryDirectory() as links:
-        for path in folder.glob("step-*"):
-            (Path(links) / path.name).symlink_to(path)
-        return load_latest(Path(links))
 
 
 def _standard_error(values: NDArray[np.float64]) -> float:

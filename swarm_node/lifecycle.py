@@ -202,9 +202,9 @@ class Life:
             self.status_file.close()
 
     def _open_network(self, task: Task) -> Libp2pGossip:
-        seed = self.config.task.seed
-        swarm = swarm_id(self.config.swarm, f"{task.name}@{seed}", self.policy.tokenizer_fingerprint)
-        rules = AdmissionRules((task.name,), seed, self.config.admission)
+        seed, collaboration = self.config.task.seed, self.config.learning.collaboration
+        swarm = swarm_id(self.config.swarm, f"{task.name}@{seed} {collaboration}", self.policy.tokenizer_fingerprint)
+        rules = AdmissionRules((task.name,), seed, self.config.admission, collaboration == "horizontal")
         return Libp2pGossip.start(self.config.network, self.home.path, swarm, rules, identity=self.identity, name=self.home.path.name)
 
     def describe(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.reference import ReferenceEngine
-from swarm_node.tasks.assignment import assigned_index
+from swarm_node.tasks.assignment import EVERYBODY, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,9 @@ class Totals:
     own_groups_used: int = 0
     foreign_groups_used: int = 0
     reward_errors: int = 0
+    straggler_sum: float = 0.0
+    """Discounted sum of the steps' straggler shares; with `straggler_weight`, the rate that is shown against the budget."""
+    straggler_weight: float = 0.0
 
 
 class Node:
@@ -103,6 +106,7 @@ class Node:
             vocab_size=policy.vocab_size,
             stop_ids=policy.stop_ids,
         )
+        self.horizontal = config.learning.collaboration == "horizontal"
         self.totals = Totals()
         self.steps = 0
         self._sequence = time.time_ns() if sequence is None else sequence
@@ -142,6 +146,9 @@ class Node:
             Cost(sampled.rollout.report.seconds, sampled.rollout.report.slot_idle_share),
         )
         self.steps += 1
+        gamma = self.config.control.gamma
+        self.totals.straggler_sum = gamma * self.totals.straggler_sum + observed.rate
+        self.totals.straggler_weight = gamma * self.totals.straggler_weight + 1
         self.totals.own_groups_used += learned.own_groups
         self.totals.foreign_groups_used += learned.foreign_groups
         self._boundary = self._state()
@@ -149,10 +156,11 @@ class Node:
         return self._row(sampled, observed, learned, len(admitted), time.perf_counter() - began)
 
     def next_problems(self) -> list[Problem]:
-        """This step's problems: assigned by peer id and step, so that nobody can pick easy ones."""
+        """This step's problems: assigned by peer id and step, so that nobody can pick easy ones; in horizontal collaboration by step."""
         seed = self.config.task.seed
+        owner = EVERYBODY if self.horizontal else self.peer_id
         slots = range(self.config.rollout.prompts_per_step)
-        return [self.task.problem(seed, assigned_index(self.peer_id, self.steps, slot, seed)) for slot in slots]
+        return [self.task.problem(seed, assigned_index(owner, self.steps, slot, seed)) for slot in slots]
 
     def sample(self, problems: Sequence[Problem], prompts: Sequence[NDArray[np.int32]], decision: Decision) -> Sampled:
         """Sample and score one group a problem."""
@@ -194,7 +202,10 @@ class Node:
         return admitted
 
     def draw(self) -> list[ScoredGroup]:
-        """The step's batch; with DAPO's dynamic sampling, foreign groups that cannot teach make room for others."""
+        """The step's batch. In horizontal collaboration the parts of the step before, which peers have had a step's time to send; with
+        DAPO's dynamic sampling, foreign groups that cannot teach make room for others."""
+        if self.horizontal:
+            return self.pool.draw_parts(self.steps)
         batch = self.pool.draw(self.steps)
         if self.config.learning.algorithm != "dapo":
             return batch
@@ -330,7 +341,7 @@ class Node:
             truncated_share=float(cut.mean()),
             group_size=sampled.decision.size,
             sagc_lambda=observed.multiplier,
-            straggler_rate=observed.rate,
+            straggler_rate=self.totals.straggler_sum / self.totals.straggler_weight,
             straggler_target=self.config.control.delta,
             feasible=not observed.infeasible,
             own_groups_used=learned.own_groups,

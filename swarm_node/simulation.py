@@ -132,7 +132,7 @@ class Swarm:
         config = Config.model_validate({**tables, "run": {"seed": seed}})
         task = load_task(config.task.name)
         policy = load_policy(ModelOptions(name=spec.model, lora=spec.lora, device="cpu"))
-        rules = AdmissionRules((task.name,), config.task.seed, config.admission)
+        rules = AdmissionRules((task.name,), config.task.seed, config.admission, config.learning.collaboration == "horizontal")
         gossip = self.network.join(spec.name, rules.build(self.network.clock))
         node = Node(config, policy=policy, task=task, peer_id=spec.name, gossip=gossip, clock=self.network.clock, sequence=0)
         return SimulatedNode(spec, node)

@@ -128,6 +128,13 @@ def test_own_groups_leave_only_when_nothing_else_is_held() -> None:
     assert names(pool.draw(0)) == ["me/1", "me/2"]
 
 
+def test_parts_of_one_problem_are_drawn_together_a_step_after_the_own_one() -> None:
+    pool = filled(PoolOptions(), own(1, step=0), foreign("a", 1, step=1), foreign("b", 1, step=1), foreign("a", 2, step=1), own(2, step=1))
+    assert pool.draw_parts(0) == []
+    assert sorted(names(pool.draw_parts(1))) == sorted(["me/1", "a/1", "b/1"])
+    assert sorted(names(pool.draw_parts(2))) == sorted(["me/2", "a/2"])
+
+
 def test_dynamic_sampling_replaces_foreign_groups_within_the_caps() -> None:
     options = PoolOptions(foreign_share=0.5, peer_share=1.0)
     pool = filled(options, own(0), own(1), *(foreign("a", i) for i in range(6)))

@@ -127,6 +127,16 @@ def test_loss_and_churn_cost_groups_but_never_a_step(swarm: MakeSwarm) -> None:
     assert set(refused(house, "ada")) <= {"duplicate"}
 
 
+def test_in_horizontal_collaboration_nodes_sample_parts_of_one_group(swarm: MakeSwarm) -> None:
+    config = {"learning": {"collaboration": "horizontal", "learning_rate": 3e-4}, "control": {"group_size": 2}}
+    house = swarm([dataclasses.replace(spec, config=config) for spec in PAIR], seed=10)
+    house.run(steps=5)
+    assert house["ada"].node.rejections() == {}
+    assert [house[name].node.next_problems()[0].index for name in ("ada", "ben")] == [house["ada"].node.next_problems()[0].index] * 2
+    assert used(house, "ada") > 0
+    assert used(house, "ben") > 0
+
+
 def test_a_fast_machine_takes_more_steps_in_the_same_time(swarm: MakeSwarm) -> None:
     house = swarm([NodeSpec("slow", "tiny-s", tokens_per_s=200), NodeSpec("fast", "tiny-s", tokens_per_s=800)], seed=9)
     house.run(seconds=12)

@@ -167,7 +167,7 @@ def test_the_report_counts_what_happened() -> None:
     assert report.foreign_metrics.tokens == 10
     assert report.stepped
     assert report.skipped == ""
-    assert report.learning_rate == pytest.approx(1e-6 / 5)
+    assert report.learning_rate == pytest.approx(1e-4 / 5)
     assert 0 < report.grad_norm < math.inf
     assert report.tokens_per_second > 0
 
@@ -217,10 +217,15 @@ def test_the_learning_rate_warms_up_linearly_and_stays() -> None:
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
-def test_the_default_learning_rate_is_ten_times_larger_for_lora() -> None:
+def test_the_default_learning_rate_is_ten_times_larger_for_lora_and_a_hundred_times_for_small_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options = LearningOptions(warmup_steps=0)
-    assert Trainer(tiny_policy(), options).learning_rate == 1e-6
-    assert Trainer(tiny_policy(lora=True), options).learning_rate == 1e-5
+    assert Trainer(tiny_policy(), options).learning_rate == pytest.approx(1e-4)
+    assert Trainer(tiny_policy(lora=True), options).learning_rate == pytest.approx(1e-3)
+    monkeypatch.setattr("swarm_node.learning.trainer.SMALL_MODEL", 0)
+    assert Trainer(tiny_policy(), options).learning_rate == pytest.approx(1e-6)
+    assert Trainer(tiny_policy(lora=True), options).learning_rate == pytest.approx(1e-5)
 
 
 def test_weight_decay_shrinks_matrices_and_leaves_norms_alone() -> None:

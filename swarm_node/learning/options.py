@@ -54,7 +54,7 @@ class LearningOptions(Options):
     """`vertical`: each group is one node's; `horizontal`: groups of one problem from several nodes are one group, with one mean. The
     paper measured horizontal as worse."""
     learning_rate: float | None = Field(None, gt=0)
-    """Unset: 1e-6 when all weights are trained, 1e-5 for LoRA."""
+    """Unset: 1e-6 when all weights are trained, 1e-5 for LoRA; a hundred times that for models below 10 M parameters."""
     warmup_steps: int = Field(5, ge=0)
     """Optimiser steps over which the learning rate rises linearly; constant afterwards."""
     weight_decay: float = Field(0.0, ge=0)

@@ -98,13 +98,26 @@ class Pool:
 
         With `own` groups and a foreign share f, at most own * f / (1 - f) groups are foreign, so that they are at most f of all.
         """
-        for group in [held for held in self._groups if step - held.arrived_step > self.options.max_age_steps]:
-            self._drop(group, "too_old")
+        self._forget_old(step)
         own = [held for held in self._groups if held.own]
         for group in own:
             self._drop(group, "used")
         self._foreign_drawn.clear()
         return own + self._draw_foreign(step, self._foreign_slots(len(own)))
+
+    def draw_parts(self, step: int) -> list[ScoredGroup]:
+        """Horizontal collaboration: take out the own groups that arrived before `step`, and every peer's part of their problems.
+
+        Foreign caps do not apply: a part without its counterparts would be another group. Foreign parts whose problem this node has
+        not sampled yet wait, and leave when they are too old.
+        """
+        self._forget_old(step)
+        own = [held for held in self._groups if held.own and held.arrived_step < step]
+        problems = {held.group.problem for held in own}
+        parts = own + [held for held in self._groups if not held.own and held.group.problem in problems]
+        for group in parts:
+            self._drop(group, "used")
+        return parts
 
     def replace(self, step: int, useless: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """DAPO's dynamic sampling: foreign groups in place of those foreign ones among `useless` that `draw(step)` gave, by the same caps.
@@ -173,6 +186,10 @@ class Pool:
             for name, tally in state.metadata["tallies"].items()
         }
         self._foreign_drawn.clear()
+
+    def _forget_old(self, step: int) -> None:
+        for group in [held for held in self._groups if step - held.arrived_step > self.options.max_age_steps]:
+            self._drop(group, "too_old")
 
     def _foreign_slots(self, own: int) -> int:
         share = self.options.foreign_share

@@ -22,6 +22,8 @@ from swarm_node.policy.logprobs import completion_logprobs
 
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
+SMALL_MODEL = 10_000_000
+"""Models with fewer parameters move too slowly at these rates, and stand a hundred times more (`docs/models.md`)."""
 
 
 class LearnablePolicy(Protocol):
@@ -32,6 +34,12 @@ class LearnablePolicy(Protocol):
     lora: bool
 
     def trainable(self) -> dict[str, nn.Parameter]: ...
+
+
+def default_learning_rate(policy: LearnablePolicy) -> float:
+    """The rate of a policy whose options name none."""
+    small = sum(parameter.numel() for parameter in policy.model.parameters()) < SMALL_MODEL
+    return (LORA_LEARNING_RATE if policy.lora else FULL_LEARNING_RATE) * (100 if small else 1)
 
 
 class OutOfMemory(RuntimeError):
@@ -61,7 +69,7 @@ class Trainer:
         self._policy = policy
         self._budget = options.tokens_per_micro_batch
         self._optimiser = Optimiser(policy.trainable(), options)
-        self._base_rate = options.learning_rate or (LORA_LEARNING_RATE if policy.lora else FULL_LEARNING_RATE)
+        self._base_rate = options.learning_rate or default_learning_rate(policy)
         self._autocast = options.autocast == "on" or (
             options.autocast == "auto" and policy.device.type == "cuda" and torch.cuda.is_bf16_supported()
         )

@@ -10,6 +10,9 @@ from swarm_node.tasks.draws import hash64
 MAX_SLOTS = 1024
 """Prompts that a node may draw in one step at most (replacements of dynamic sampling included)."""
 
+EVERYBODY = "*"
+"""Stands for the peer id where all peers work on the same problems (horizontal collaboration)."""
+
 INDEX_BITS = 53
 """Every assigned index is below 2**53, so that it survives JSON and float64."""
 
