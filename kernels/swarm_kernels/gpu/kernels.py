@@ -20,8 +20,8 @@ from swarm_kernels.layout import RESERVED_PAGES, LayerCache
 from swarm_kernels.logprob.gpu import logprob_backward, logprob_forward
 from swarm_kernels.selection.gpu import keep_best, score_pages
 
-BLOCK_TOKENS = 64
-"""Tokens whose keys one iteration of attention holds."""
+BLOCK_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
+"""Tokens whose keys one iteration of attention holds; float32 takes no tensor cores, and more registers."""
 MIN_SPLIT_PAGES = 4
 """A split smaller than this costs more to merge than to read."""
 SCORE_BLOCK = 64
@@ -30,6 +30,8 @@ LOGPROB_BLOCK = 2048
 """Logits that one iteration holds."""
 INTERPRETED = not isinstance(attend_split, triton.JITFunction)
 """Whether Triton only interprets (TRITON_INTERPRET=1, on CPU tensors): for tests."""
+ATTEND_STAGES = 2
+"""Blocks of keys and values in flight."""
 PROGRAMS_A_PROCESSOR = 2
 """Splits are added until every multiprocessor of the device has this many programs."""
 
@@ -172,13 +174,13 @@ class TritonKernels:
             HEAD=size,
             HEAD_PADDED=triton.next_power_of_2(size),
             PAGE=cache.page_size,
-            BLOCK=BLOCK_TOKENS,
+            BLOCK=BLOCK_TOKENS[query.dtype],
             MIN_SPLIT=MIN_SPLIT_PAGES,
             LISTED=pages is not None,
             WHOLE=splits == 1,
             WIDEN=INTERPRETED and query.dtype == torch.bfloat16,
             num_warps=4,
-            num_stages=2,
+            num_stages=ATTEND_STAGES,
         )
         if splits > 1:
             merge_splits[(batch * heads,)](

@@ -1,8 +1,7 @@
 """Log-probability of chosen tokens straight from hidden states; the vocabulary passes in pieces.
 
-
-Forward folds each piece of logits into a running maximum and sum (float32); backward computes the piece again, turns it into its gradient in
-place and multiplies. Memory: one piece of logits, instead of the logits, their float32 copy and their softmax.
+Forward folds each piece of logits into a running maximum and sum (float32); backward computes the piece again, turns it into its gradient
+in place and multiplies. Memory: one piece of logits, instead of the logits, their float32 copy and their softmax.
 """
 
 from __future__ import annotations

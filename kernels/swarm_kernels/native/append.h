@@ -24,13 +24,12 @@ namespace append {
 template <typename T>
 INLINE void rotate(const T* from, T* to, const T* cosine, const T* sine, int size) {
     const int half_size = size / 2;
-    for (int i = 0; i < half_size; ++i) {
-        const float x = to_float(from[i]), y = to_float(from[i + half_size]);
-        const float xc = to_float(from_float<T>(x * to_float(cosine[i]))), ys = to_float(from_float<T>(y * to_float(sine[i])));
-        const float yc = to_float(from_float<T>(y * to_float(cosine[i + half_size])));
-        const float xs = to_float(from_float<T>(x * to_float(sine[i + half_size])));
-        to[i] = from_float<T>(xc - ys);
-        to[i + half_size] = from_float<T>(yc + xs);
+    for (int i = 0; i < half_size; i += LANES) {
+        const Vec x = widen(from + i), y = widen(from + i + half_size);
+        const Vec xc = rounded_to<T>(x * widen(cosine + i)), ys = rounded_to<T>(y * widen(sine + i));
+        const Vec yc = rounded_to<T>(y * widen(cosine + i + half_size)), xs = rounded_to<T>(x * widen(sine + i + half_size));
+        narrow(to + i, xc - ys);
+        narrow(to + i + half_size, yc + xs);
     }
 }
 

@@ -18,6 +18,7 @@
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
 typedef uint32_t WordVec __attribute__((vector_size(64)));
+typedef uint16_t ShortVec __attribute__((vector_size(32)));
 typedef float LooseVec __attribute__((vector_size(64), aligned(4)));
 
 struct bfloat {
@@ -128,6 +129,25 @@ INLINE void load_pair(const half* p, Vec& a, Vec& b) {
 INLINE void store_pair(half* p, Vec a, Vec b) {
     narrow(p, a);
     narrow(p + LANES, b);
+}
+
+// Sixteen elements in order, for what cannot do without it.
+INLINE Vec widen(const float* p) { return load(p); }
+INLINE void narrow(float* p, Vec x) { store(p, x); }
+INLINE Vec widen(const bfloat* p) {
+    ShortVec bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return (Vec)(__builtin_convertvector(bits, WordVec) << 16);
+}
+INLINE void narrow(bfloat* p, Vec x) {
+    const ShortVec bits = __builtin_convertvector(rounded_bits(x) >> 16, ShortVec);
+    std::memcpy(p, &bits, sizeof(bits));
+}
+template <typename T>
+INLINE Vec rounded_to(Vec x) {
+    T parts[LANES];
+    narrow(parts, x);
+    return widen(parts);
 }
 
 INLINE float to_float(float x) { return x; }
