@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_node.tasks.answers import MAX_DIGITS, combine, last_number, marked, parse_number, tagged
+from swarm_node.tasks.answers import MAX_DIGITS, combine, last_line, last_number, marked, parse_number, tagged
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,7 @@ def test_every_integer_reads_back_with_thousands_separators(value: int) -> None:
 def test_no_text_breaks_or_stalls_the_grader(text: str) -> None:
     for number in (parse_number(text), last_number(text)):
         assert number is None or len(str(number)) <= 2 * MAX_DIGITS + 2
+    assert (last_number(text) is None) or parse_number(f"{last_number(text)} apples") == parse_number(last_number(text) or "")
 
 
 def test_a_long_hostile_text_is_refused_in_linear_time() -> None:
@@ -126,16 +127,18 @@ def test_a_long_hostile_text_is_refused_in_linear_time() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("48/2=24 and 48+24=72 clips", 72),
-        ("She earns $1,200.", 1200),
-        ("3 apples, then 5 pears.", 5),
-        ("x = -4", -4),
+        ("48/2=24 and 48+24=72 clips", "72"),
+        ("She earns $1,200.50.", "1200.50"),
+        ("3 apples, then 5 pears.", "5"),
+        ("x = -4", "-4"),
+        ("it is +4", "4"),
+        ("a half, **1/2**", "1/2"),
         ("no digits at all", None),
         ("it is 2003^2002^2001.", None),
         ("first 5, then 3+4", None),
     ],
 )
-def test_the_last_number_of_a_text(text: str, value: int | None) -> None:
+def test_the_last_number_of_a_text(text: str, value: str | None) -> None:
     assert last_number(text) == value
 
 
@@ -155,6 +158,11 @@ def test_the_last_number_of_a_text(text: str, value: int | None) -> None:
 )
 def test_the_answer_is_what_stands_in_the_last_tag(text: str, inside: str | None) -> None:
     assert tagged(text) == inside
+
+
+def test_the_last_line_is_the_last_with_anything_on_it() -> None:
+    assert last_line("I think\n  Yes. \n\n") == "Yes"
+    assert last_line(" \n ") == ""
 
 
 def test_a_marked_answer_follows_the_last_marker() -> None:

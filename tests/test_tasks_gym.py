@@ -36,17 +36,34 @@ def test_the_prompt_is_the_datasets_question_and_says_where_the_answer_goes(sums
     assert (problem.task, problem.split, problem.seed, problem.index) == (sums.name, "train", 1, 2)
 
 
-def test_an_answer_counts_only_between_the_tags(sums: Gym) -> None:
+def test_an_answer_is_correct_only_between_the_tags(sums: Gym) -> None:
     problem = sums.problem(0, 0)
     right = problem.answer["answer"]
     full = sums.reward(problem, f"Let me see. <answer>{right}</answer>")
     assert (full.value, full.correct, full.parts) == (1.0, True, {"answer": 1.0, "format": 1.0})
     wrong = sums.reward(problem, "<answer>-1000</answer>")
     assert (wrong.value, wrong.correct) == (pytest.approx(0.1), False)
-    for missing in ("", right, f"<answer>{right}", f"{right}</answer>"):
-        reward = sums.reward(problem, missing)
-        assert (reward.value, reward.correct, reward.parts) == (0.0, False, {"answer": 0.0, "format": 0.0})
     assert sums.reward(problem, f"<answer>{right}</answer> no, <answer>-1000</answer>").parts["answer"] == 0.0
+    assert sums.reward(problem, f"{right} <answer></answer>").parts == {"answer": 0.0, "format": 1.0}
+
+
+def test_without_tags_the_last_number_is_worth_the_answers_share(sums: Gym) -> None:
+    problem = sums.problem(0, 0)
+    right = problem.answer["answer"]
+    for text in (right, f"The answer is {right}.", f"3 + 1000 = {right}", f"**{right}**"):
+        reward = sums.reward(problem, text)
+        assert (reward.value, reward.correct, reward.parts) == (pytest.approx(0.9), False, {"answer": 1.0, "format": 0.0})
+    for text in ("", "I do not know.", f"{right} or 1000", "9**9**9"):
+        assert sums.reward(problem, text).value == 0.0
+
+
+def test_without_tags_the_last_line_answers_a_question_that_asks_for_words() -> None:
+    task = load_gym("syllogism")
+    problem = task.problem(0, 0)
+    right = problem.answer["answer"]
+    assert right in ("Yes", "No")
+    assert task.reward(problem, f"Let me think.\n{right}.").parts == {"answer": 1.0, "format": 0.0}
+    assert task.reward(problem, f"{right}.\nThat follows").parts["answer"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -171,6 +188,7 @@ def test_options_reach_the_dataset(sums: Gym) -> None:
         ("chain_sum?min_terms=5&max_terms=3", "refuses its options"),
         ("gsm_symbolic?difficulty=nan", "write a number"),
         ("gsm_symbolic?difficulty=2.0", "refuses its options"),
+        ("word_ladder", "peers cannot regenerate its prompts"),
         ("knight_swap", "peers cannot regenerate its prompts"),
         ("intermediate_integration", "hostile answer"),
         ("composite", "mixes datasets"),

@@ -38,6 +38,16 @@ def parse_number(text: str) -> Fraction | None:
 
     A percent sign is a unit: `50%` is 50. Expressions, exponents and texts with two numbers are not numbers.
     """
+    plain = numeral(text)
+    if plain is None:
+        return None
+    top, _, bottom = plain.partition("/")
+    divisor = Fraction(bottom or 1)
+    return Fraction(top) / divisor if divisor else None
+
+
+def numeral(text: str) -> str | None:
+    """The bare digits of the number that `text` is: sign, digits, point, and a slash for a fraction; None where it is no number."""
     if len(text) > MAX_LENGTH:
         return None
     plain = _MARKUP.sub("", _FRACTION.sub(r"\1/\2", text.translate(_MINUS))).strip(_EDGE)
@@ -45,22 +55,21 @@ def parse_number(text: str) -> Fraction | None:
     match = _NUMBER.fullmatch(plain.strip("$") if plain.endswith("$") else plain)
     if match is None:
         return None
-    top, bottom = match["top"].replace(",", ""), (match["bottom"] or "").replace(",", "")
-    if len(_DIGIT.findall(top + bottom)) > MAX_DIGITS:
-        return None
-    divisor = Fraction(bottom or 1)
-    if divisor == 0:
-        return None
-    value = Fraction(top) / divisor
-    return -value if match["sign"] == "-" else value
+    bare = match["sign"].strip("+") + match["top"] + (f"/{match['bottom']}" if match["bottom"] else "")
+    return bare.replace(",", "") if len(_DIGIT.findall(bare)) <= MAX_DIGITS else None
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last word with a digit in it, if it is a number: what a reader takes for the answer where no place is marked."""
+def last_number(text: str) -> str | None:
+    """The last word with a digit in it, as a numeral, if it is a number: what a reader takes for the answer where no place is marked."""
     for word in reversed(re.split(r"[\s=]+", text[-MAX_LENGTH:])):
         if _DIGIT.search(word):
-            return parse_number(word)
+            return numeral(word)
     return None
+
+
+def last_line(text: str) -> str:
+    """The last line with anything on it, without the full stop."""
+    return text.strip().rpartition("\n")[2].strip(" \t\r.")
 
 
 def marked(text: str, marker: str = "####") -> str | None:

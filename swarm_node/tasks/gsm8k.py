@@ -76,7 +76,7 @@ class GSM8K(Task):
         """0.1 for a number after `####`, 0.9 for the right number."""
         stated = marked(completion)
         final = None if stated is None else parse_number(stated)
-        right = (last_number(completion) if stated is None else final) == problem.answer
+        right = (parse_number(last_number(completion) or "") if stated is None else final) == problem.answer
         return combine(float(final is not None), float(right), correct=right and final is not None)
 
 

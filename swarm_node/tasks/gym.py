@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from swarm_node.tasks.answers import combine, tagged
+from swarm_node.tasks.answers import combine, last_line, last_number, parse_number, tagged
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 from swarm_node.tasks.draws import Draws, hash64
 from swarm_node.tasks.gym_guards import may_score
@@ -37,18 +37,22 @@ _PROMPT = "{question}\n\nPut only the final answer between <answer> and </answer
 
 _REFUSED = {
     **dict.fromkeys(
-        ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"),
+        ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
         "draws other problems in every process (it iterates over sets of texts), so peers cannot regenerate its prompts",
     ),
     "composite": "mixes datasets by a configuration of its own: choose one of them",
     "intermediate_integration": "scores with symbolic simplification of the answer, which one hostile answer keeps busy for hours",
 }
 # They draw at construction, as many problems as asked for; all others draw a problem when it is asked for, from seed + index.
-_DRAWN_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions", "word_ladder"})
+_DRAWN_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 
 
 class Gym(Task):
-    """One dataset with options. The text in the last `<answer>…</answer>` is scored; without one the completion earns nothing."""
+    """One dataset with options. The text in the last `<answer>…</answer>` is scored.
+
+    Without the tags the last number is scored where a number is asked for, and the last line elsewhere: small models answer well before
+    they learn tags (SmolLM2-135M: right in 45 % of one-digit products, tags in none). It counts as correct only between the tags.
+    """
 
     def __init__(self, dataset: str, options: str = "") -> None:
         """
@@ -85,19 +89,18 @@ class Gym(Task):
 
     def reward(self, problem: Problem, completion: str) -> Reward:
         """0.1 for an answer between the tags, 0.9 times the dataset's own score; `correct` is a full score."""
-        answer = tagged(completion)
-        if answer is None:
-            return combine(0.0, 0.0, correct=False)
-        entry = problem.answer
-        if not may_score(self._dataset_name, answer, entry["answer"]):
-            return combine(1.0, 0.0, correct=False)
+        entry, stated = problem.answer, tagged(completion)
+        form = float(stated is not None)
+        answer = _unmarked(completion, entry["answer"]) if stated is None else stated
+        if not answer or not may_score(self._dataset_name, answer, entry["answer"]):
+            return combine(form, 0.0, correct=False)
         try:
             score = float(self._dataset.score_answer(answer, entry))
         except Exception as error:
             raise RewardError(f"the scorer of {self.name} failed on an answer of {len(answer)} characters: {error!r}") from error
         if not (math.isfinite(score) and 0 <= score <= 1 + 1e-9):
             raise RewardError(f"the scorer of {self.name} gave {score}, which is not in [0, 1]")
-        return combine(1.0, min(score, 1.0), correct=score >= 1 - 1e-9)
+        return combine(form, min(score, 1.0), correct=score >= 1 - 1e-9 and stated is not None)
 
     def _generate(self, number: int) -> dict[str, Any]:
         """Entry `number` of the dataset, in [0, 2**32)."""
@@ -124,6 +127,12 @@ def load_gym(argument: str) -> Gym:
     """
     dataset, _, options = argument.partition("?")
     return Gym(dataset, options)
+
+
+def _unmarked(completion: str, expected: object) -> str | None:
+    if parse_number(str(expected)) is not None:
+        return last_number(completion)
+    return last_line(completion)
 
 
 def _parse_options(dataset: str, text: str) -> dict[str, bool | int | float]:

@@ -1,7 +1,8 @@
 """What a reasoning-gym scorer may be given: completions come from peers, and some scorers execute their text.
 
-Four scorers call `eval` on the answer, three hand it to sympy's parser, which does the same, and a few can be made to work for hours by one
-large exponent or count, or fooled by a NaN. Each of them has a guard: an answer that the dataset cannot have asked for is wrong unscored.
+Four scorers call `eval` on the answer, three of those allowed hand it to sympy's parser, which does the same, and a few can be made to work
+for hours by one large exponent or count, or fooled by a NaN. Each of them has a guard: an answer that the dataset cannot have asked for is
+wrong unscored.
 """
 
 from __future__ import annotations
