@@ -161,7 +161,8 @@ def test_a_swarm_that_began_around_one_node_survives_it(tmp_path: Path) -> None:
 def test_nodes_of_another_swarm_never_exchange(pair: Pair, tmp_path: Path) -> None:
     alice, bob = pair
     with node(tmp_path / "stranger", peers=listening(alice), swarm="f" * 32) as stranger:
-        await_peers(stranger, alice)
+        await_condition(lambda: "none of them is in this swarm" in stranger.report().trouble, "the stranger says why it is alone")
+        assert stranger.peer_id not in alice.report().peer_ids
         stranger.publish(make_body(stranger.peer_id))
         exchange(bob, alice)
         exchange(alice, bob)
@@ -178,6 +179,9 @@ def test_a_taken_port_is_replaced_and_said_so() -> None:
         assert [address.port for address in free] == [0, 0]
         assert len(moved) == 1
         assert str(port) in moved[0]
+    free, notices = free_addresses([Address("ip4", "192.0.2.77", port)])
+    assert free == []
+    assert "cannot listen on /ip4/192.0.2.77" in notices[0]
     assert free_addresses([Address("ip4", "127.0.0.1", port)]) == ([Address("ip4", "127.0.0.1", port)], ())
 
 

@@ -167,7 +167,8 @@ def test_messages_with_garbage_keys_are_dropped(unharmed: Libp2pGossip) -> None:
     await_condition(lambda: unharmed.report().confined.get("task push_msg", 0) > before, "the errors are confined and counted")
 
 
-def test_fuzzed_rpcs_change_nothing(unharmed: Libp2pGossip) -> None:
+@pytest.mark.parametrize("seeds", [range(4), range(4, 8), range(8, 12)])  # an attacker each: one that trips five handlers is shut out
+def test_fuzzed_rpcs_change_nothing(unharmed: Libp2pGossip, seeds: range) -> None:
     async def behave(host: IHost, peer: Any) -> None:
         honest = bytearray(rpc(signed(host, encode_message(GroupMessage(make_body(str(host.get_id())))))))
         control = rpc_pb2.RPC(control=rpc_pb2.ControlMessage(graft=[rpc_pb2.ControlGraft(topicID=TOPIC)]))
@@ -175,7 +176,7 @@ def test_fuzzed_rpcs_change_nothing(unharmed: Libp2pGossip) -> None:
         control.control.prune.append(rpc_pb2.ControlPrune(topicID=TOPIC, backoff=2**63))
         honest += encode_varint_prefixed(control.SerializeToString())
         payloads = []
-        for seed in range(12):
+        for seed in seeds:
             fuzzed = bytearray(honest)
             for place in range(3, len(fuzzed), 1 + seed):
                 fuzzed[place] ^= (seed * 37 + place) & 0xFF
@@ -312,6 +313,16 @@ trio.run(main)
     assert "Pubsub.no_such_method is gone" in missing
     assert heard.startswith("b'good'")
     assert "ZeroDivisionError: a bug in a check" in heard
+
+
+def test_a_peer_that_trips_handlers_again_and_again_is_shut_out(unharmed: Libp2pGossip) -> None:
+    garbage = [encode_varint_prefixed(b"\xff" * 20)] * 10
+
+    async def behave(host: IHost, peer: Any) -> None:
+        with pytest.raises(AssertionError, match="no longer lets"):
+            await send(host, peer, *garbage, patience_s=0.5)
+
+    attack(unharmed, behave)
 
 
 # Item 2: Noise, and nothing else.

@@ -6,15 +6,24 @@ import functools
 import hashlib
 import math
 import struct
+import time
 from collections.abc import Callable
 
 import pytest
 import trio
 import trio.testing
+from google.protobuf.message import DecodeError
+from libp2p.exceptions import ParseError
+from libp2p.io.exceptions import MessageTooLarge
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.stream.exceptions import StreamEOF, StreamReset
+from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11
 from libp2p.pubsub.pb import rpc_pb2
+from libp2p.stream_muxer.exceptions import MuxedStreamError
 
 from swarm_node.network.libp2p_guard import PeerGuard
+from swarm_node.network.libp2p_hardening import is_breakage
 from swarm_node.network.libp2p_pull import CHUNK_BYTES, Held, PullError, Server, fetch
 from swarm_node.network.libp2p_router import BoundedMessageCache, Router
 from swarm_node.network.options import NetworkOptions
@@ -35,6 +44,25 @@ def test_the_router_has_the_settings_that_were_measured_to_deliver() -> None:
     grafts: dict[object, list[str]] = {}
     assert router._perform_opportunistic_grafting("t", grafts) == 0
     assert grafts == {}
+
+
+def test_control_messages_about_other_topics_leave_nothing_behind() -> None:
+    router = Router(NetworkOptions(), PeerGuard())
+    router.mesh["t"] = set()
+    peer = ID(b"peer")
+
+    async def flood() -> None:
+        for number in range(100):
+            topic = f"made up {number}"
+            await router.handle_prune(rpc_pb2.ControlPrune(topicID=topic, backoff=2**62), peer)
+            await router.handle_graft(rpc_pb2.ControlGraft(topicID=topic), peer)
+            await router.handle_ihave(rpc_pb2.ControlIHave(topicID=topic, messageIDs=[b"m"]), peer)
+        await router.handle_prune(rpc_pb2.ControlPrune(topicID="t", backoff=2**62, peers=[rpc_pb2.PeerInfo(peerID=b"victim")]), peer)
+
+    trio.run(flood)  # would raise if it dialled the victim: nothing is attached
+    assert list(router.back_off) == ["t"]
+    assert router.back_off["t"][peer] <= time.time() + 600
+    assert "made up 1" not in router.ihave_message_limits[peer]
 
 
 def test_bodies_are_not_kept_to_compare_them() -> None:
@@ -97,6 +125,35 @@ def test_the_guard_lets_cancellation_and_exits_through() -> None:
     assert watch.failed
     assert guard.counts["here"] == 2
     assert guard.latest == "here: ValueError: deep"
+
+
+@pytest.mark.parametrize(
+    ("error", "breakage"),
+    [
+        (StreamReset(), True),
+        (StreamEOF(), True),
+        (RawConnError("connection closed"), True),
+        (MuxedStreamError("Timed out waiting for window update"), True),
+        (trio.TooSlowError(), True),
+        (ConnectionResetError(), True),
+        (PullError("the stream ended"), True),
+        (ExceptionGroup("both", [StreamEOF(), trio.BrokenResourceError()]), True),
+        (ParseError("varint"), False),
+        (MessageTooLarge("a stream holds too much"), False),
+        (DecodeError("protobuf"), False),
+        (ValueError("a bug"), False),
+        (ExceptionGroup("both", [StreamEOF(), KeyError("x")]), False),
+    ],
+)
+def test_a_broken_connection_is_nobodys_fault(error: Exception, breakage: bool) -> None:
+    guard, blamed = PeerGuard(), []
+    guard.is_breakage = is_breakage
+    guard.on_error = lambda where, peer: blamed.append(peer)
+    with guard.watch("stream handler", "peer") as watch:
+        raise error
+    assert watch.failed  # confined in either case
+    assert blamed == ([] if breakage else ["peer"])
+    assert sum(guard.counts.values()) == len(blamed)
 
 
 class Pipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -147,27 +148,33 @@ def dialable(bound: Address) -> list[Address]:
 
 
 def free_addresses(wanted: Sequence[Address]) -> tuple[list[Address], tuple[str, ...]]:
-    """Replace ports that another process holds by port 0; returns the addresses and a sentence for each that moved."""
-    free, moved = [], []
+    """What can be listened on: a port that another process holds becomes port 0, an address that this machine has not is left out.
+
+    Returns the addresses, and a sentence for each that is not as wanted.
+    """
+    free, notices = [], []
     for address in wanted:
-        if address.port == 0 or _is_free(address):
+        problem = _why_not(address) if address.port else None
+        if problem is None:
             free.append(address)
-        else:
+        elif problem.errno == errno.EADDRINUSE:
             free.append(Address(address.kind, address.host, 0))
-            moved.append(f"port {address.port} is taken on this machine, so another one is used")
-    return free, tuple(moved)
+            notices.append(f"port {address.port} is taken on this machine, so another one is used")
+        else:
+            notices.append(f"cannot listen on {address.transport} ({problem.strerror}): others cannot dial this node there")
+    return free, tuple(notices)
 
 
-def _is_free(address: Address) -> bool:
+def _why_not(address: Address) -> OSError | None:
     family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host, address.port))
             probe.listen(1)
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def _is_ip(host: str, version: int) -> bool:

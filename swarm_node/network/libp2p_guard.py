@@ -19,6 +19,8 @@ class PeerGuard:
         """The latest one, in words."""
         self.on_error: Listener = lambda where, peer: None
         """Called with where and whose bytes raised; the peer is empty when nobody can tell."""
+        self.is_breakage: Callable[[BaseException], bool] = lambda error: False
+        """Whether an error says that a connection ended, which is nobody's fault: confined as well, but not counted."""
 
     def watch(self, where: str, peer: str = "") -> Watch:
         """A context in which an error ends the context and nothing else."""
@@ -33,11 +35,16 @@ class PeerGuard:
         else:
             confined = error if isinstance(error, Exception) else None
             rest = None if confined is not None else error
-        if confined is not None:
+        if confined is not None and not self._is_breakage(confined):
             self.counts[where] += 1
             self.latest = f"{where}: {_describe(confined)}"
             self.on_error(where, peer)
         return rest
+
+    def _is_breakage(self, error: BaseException) -> bool:
+        if isinstance(error, BaseExceptionGroup):
+            return all(self._is_breakage(part) for part in error.exceptions)
+        return self.is_breakage(error)
 
 
 class Watch:

@@ -22,12 +22,13 @@ import libp2p.stream_muxer.yamux.yamux as yamux
 import libp2p.tools.anyio_service.trio_tasks as trio_tasks
 import libp2p.transport.tcp.tcp as tcp
 import trio
-from libp2p.exceptions import ParseError
+from libp2p.exceptions import BaseLibp2pError, ParseError, ValidationError
 from libp2p.io.exceptions import MessageTooLarge
 from libp2p.pubsub.rpc_queue import RpcQueue
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from swarm_node.network.libp2p_guard import PeerGuard
+from swarm_node.network.libp2p_pull import PullError
 
 EXPECTED_VERSION = "0.8.1"
 
@@ -59,6 +60,7 @@ def harden(guard: PeerGuard) -> None:
     if _applied:
         raise HardeningError("libp2p is hardened once per process")
     _applied = True
+    guard.is_breakage = is_breakage
     _guard_tasks(guard)
     _guard_streams(guard)
     _guard_identify(guard)
@@ -69,6 +71,15 @@ def harden(guard: PeerGuard) -> None:
     _bound_receive_windows()
     _bound_outbound_queues()
     _own_the_port()
+
+
+def is_breakage(error: BaseException) -> bool:
+    """Whether an error says that a connection or stream ended or fell silent, not that a peer sent nonsense."""
+    if isinstance(error, ParseError | MessageTooLarge | ValidationError):
+        return False
+    return isinstance(
+        error, BaseLibp2pError | OSError | trio.TooSlowError | trio.BrokenResourceError | trio.ClosedResourceError | PullError
+    )
 
 
 def _replace(owner: Any, name: str, build: Callable[[Any], Any]) -> None:

@@ -64,17 +64,16 @@ class Host:
         self.swarm.set_resource_manager(None)  # its memory and rate guesses refuse honest peers; the bounds are ours
         self.swarm.retry_config.max_retries = 0  # back-off is the dialler's
         self.peer_id = identity.peer_id
-        self.moved: tuple[str, ...] = ()
-        """Sentences about listening addresses that were taken."""
+        self.notices: tuple[str, ...] = ()
+        """Sentences about listening addresses that are not as wanted."""
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Listen, and serve until the context ends. A port that is taken is replaced by any other."""
-        wanted, moved = free_addresses(self._listen)
-        self.moved = moved
+        wanted, self.notices = free_addresses(self._listen)
         async with self.host.run([Multiaddr(address.transport) for address in wanted]):
-            if not self.bound():
-                await self.swarm.listen(*(Multiaddr(Address(address.kind, address.host, 0).transport) for address in self._listen))
+            if not self.bound():  # somebody else took the port in between
+                await self.swarm.listen(*(Multiaddr(Address(address.kind, address.host, 0).transport) for address in wanted))
             yield
 
     def bound(self) -> list[Address]:
@@ -149,6 +148,10 @@ class Host:
         """Close every connection to a peer."""
         for connection in list(self.swarm.connections.get(ID.from_string(peer), [])):
             await self.drop(connection)
+
+    def forget(self, peer: str) -> None:
+        """Let go of what libp2p keeps of a peer that left: a megabyte of addresses, if it sent that."""
+        self.host.get_peerstore().clear_peerdata(ID.from_string(peer))
 
 
 async def _resolve(address: Address) -> list[Address]:

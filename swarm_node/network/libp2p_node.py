@@ -42,6 +42,10 @@ ENOUGH_PEERS = 3
 HELLO_EVERY_S = 30.0
 QUIET_PER_MINUTE = 60
 """Messages of one signer a minute that carry no group and are passed on."""
+STRIKES = 5
+BAN_S = 600.0
+"""A peer that trips handlers so many times within this time is not let in until the time is over."""
+MAX_STRICKEN = 1024
 BUSY_QUEUE = 32
 """A neighbour's queue with more messages than this makes the publisher wait."""
 PATIENCE_S = 5.0
@@ -100,7 +104,7 @@ class Node(INotifee):
         self._dialling = 0
         self._quiet: Counter[str] = Counter()
         self._remembered: dict[str, list[str]] = {}
-        self._had_peers = False
+        self._strikes: dict[str, list[float]] = {}
         guard.on_error = self._on_error
 
     # -- what the parent asks for
@@ -123,7 +127,14 @@ class Node(INotifee):
 
     def report(self) -> dict[str, Any]:
         """State and totals, as msgpack can carry them."""
-        peers = self._host.peers()
+        connected = self._host.peers()
+        members = {str(peer) for peer in self._pubsub.peer_topics.get(self._topic, ())}
+        peers = [peer for peer in connected if peer in members]
+        trouble = ""
+        if not peers:
+            trouble = self._dialler.waiting_for(trio.current_time())
+            if connected:
+                trouble = f"no peers yet: {len(connected)} connected, but none of them is in this swarm"
         return {
             "peers": peers,
             "mesh": len(self._router.mesh.get(self._topic, ())),
@@ -137,8 +148,8 @@ class Node(INotifee):
             "ignored": dict(self._admission.ignored),
             "confined": dict(self.guard.counts),
             "confined_latest": self.guard.latest,
-            "notices": list(self._host.moved),
-            "trouble": "" if peers else self._dialler.waiting_for(trio.current_time()),
+            "notices": list(self._host.notices),
+            "trouble": trouble,
         }
 
     # -- running
@@ -154,6 +165,7 @@ class Node(INotifee):
             for text in self.config.options.peers:
                 self.learn(text, Source.CONFIGURED)
             for address in read_peers(self.config.home) if self.config.options.remember else ():
+                self._remembered.setdefault(address.peer, []).append(str(address))
                 self.learn(str(address), Source.REMEMBERED)
             for text in self.config.known:
                 self.learn(text, Source.FOUND)
@@ -368,9 +380,16 @@ class Node(INotifee):
             await self._host.check(connection)
 
     def _on_error(self, where: str, peer: str) -> None:
-        """Whoever trips a handler is disconnected; if it is honest it comes back."""
+        """Whoever trips a handler is disconnected; if it is honest it comes back, and does not trip again and again."""
         if where == "stream handler" and peer:
+            self._strikes[peer] = [*self._strikes.pop(peer, [])[1 - STRIKES :], trio.current_time()]
+            if len(self._strikes) > MAX_STRICKEN:
+                self._strikes.pop(next(iter(self._strikes)))
             trio.lowlevel.spawn_system_task(partial(self._part, peer))
+
+    def _is_banned(self, peer: str) -> bool:
+        strikes = self._strikes.get(peer, [])
+        return len(strikes) >= STRIKES and trio.current_time() - strikes[0] < BAN_S
 
     async def _part(self, peer: str) -> None:
         with self.guard.watch("parting", peer):
@@ -392,7 +411,9 @@ class Node(INotifee):
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
         peer = str(conn.muxed_conn.peer_id)
-        self._had_peers = True
+        if self._is_banned(peer):
+            trio.lowlevel.spawn_system_task(partial(self._part, peer))
+            return
         trio.lowlevel.spawn_system_task(partial(self._remember_later, peer))
 
     async def _remember_later(self, peer: str) -> None:
@@ -416,6 +437,8 @@ class Node(INotifee):
         if peer in self._host.peers():
             return
         self._dialler.lost(peer, now)
+        with self.guard.watch("forget", peer):
+            self._host.forget(peer)
         if not self._host.peers():
             self._dialler.isolated(now)
         self._dial_now.set()

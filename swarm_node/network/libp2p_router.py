@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from swarm_node.network.options import NetworkOptions
 
 # v1.1 only: v1.2's IDONTWANT doubles the CPU time, and later versions add nothing that a swarm uses.
 GOSSIP_PROTOCOLS: Sequence[TProtocol] = (PROTOCOL_ID_V11,)
+MAX_BACK_OFF_S = 600
+"""Longest time for which a peer can keep itself out of this node's mesh."""
 MESSAGE_CACHE_BYTES = 32 * 1024 * 1024
 """Bodies kept to answer neighbours that missed one."""
 
@@ -54,6 +57,30 @@ class Router(GossipSub):
     async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
         await super().publish(msg_forwarder, pubsub_msg)
         self.recent_message_deliveries.clear()  # only adaptive gossip reads it, and only that empties it
+
+    async def handle_graft(self, graft_msg: Any, sender_peer_id: ID) -> None:
+        if graft_msg.topicID in self.mesh:
+            await super().handle_graft(graft_msg, sender_peer_id)
+
+    async def handle_prune(self, prune_msg: Any, sender_peer_id: ID) -> None:
+        # Stock notes a back-off for every topic that anybody makes up, and for as long as they say.
+        if prune_msg.topicID in self.mesh:
+            prune_msg.backoff = min(prune_msg.backoff, MAX_BACK_OFF_S)
+            await super().handle_prune(prune_msg, sender_peer_id)
+
+    async def handle_ihave(self, ihave_msg: Any, sender_peer_id: ID) -> None:
+        if ihave_msg.topicID in self.mesh:
+            await super().handle_ihave(ihave_msg, sender_peer_id)
+
+    async def _do_px(self, px_peers: Any) -> None:
+        # A pruning peer could make this node dial whomever it names; peers are exchanged by a protocol of our own.
+        return
+
+    def mesh_heartbeat(self) -> Any:
+        now = time.time()
+        for topic, until in self.back_off.items():
+            self.back_off[topic] = {peer: end for peer, end in until.items() if end > now}
+        return super().mesh_heartbeat()
 
     def _check_equivocation(self, msg: Any) -> bool:
         # Stock keeps up to 1,000 whole bodies to compare. A second message of the same number is dropped as seen before it gets here.
