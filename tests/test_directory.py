@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgpack
 import psutil
+import pytest
 from live_network import await_condition, await_peers, exchange, node
 
 from swarm_node.network.directory_records import EXPIRY_S, MAX_RECORD, SHARDS, Entry, OwnerValidator, shard_key, shard_of, unpack_entry
@@ -57,6 +60,23 @@ def test_nodes_that_know_only_a_directory_meet_though_it_was_dead_at_first(tmp_p
             exchange(alice, bob)
             assert not [process for process in daemon if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
             await_directory(bob)
+
+
+@pytest.mark.parametrize(
+    ("packages", "torch"),
+    [("('hivemind', 'hivemind.dht', 'hivemind.utils')", False), ("('hivemind', 'hivemind.no_such_package')", True)],
+)
+def test_the_directory_imports_no_libp2p_and_torch_only_where_hivemind_is_laid_out_otherwise(packages: str, torch: bool) -> None:
+    program = f"""
+import sys
+from swarm_node.network import directory_imports
+directory_imports._PACKAGES = {packages}
+directory_imports.prepare_hivemind()
+import swarm_node.network.directory_process, swarm_node.network.directory_node as node
+print("torch" in sys.modules, "libp2p" in sys.modules, node.DHTNode.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(torch), "False", "DHTNode"]
 
 
 @dataclass(frozen=True)
