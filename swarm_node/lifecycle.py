@@ -196,6 +196,7 @@ class Life:
             if self.saved_step == self.node.steps:
                 self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
         finally:
+            self.status.enter(State.STOPPING)
             self.gossip.close()
             self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="stop"))
             self.metrics.close()
@@ -216,7 +217,7 @@ class Life:
             "state": snapshot.state,
             "since": snapshot.since,
             "waiting_for": snapshot.waiting_for or network.trouble,
-            "step": snapshot.step,
+            "step": self.node.steps,
             "swarm": self.config.swarm,
             "model": self.policy.name,
             "peer_id": self.identity.peer_id,
