@@ -119,8 +119,8 @@ class Node:
         """Take one step.
 
         Args:
-            before_update: called right before the weights change for the first time. Until then the step can be abandoned by an
-                exception and `checkpoint` still describes the step before; afterwards it must be left to finish.
+            before_update: called before anything that a checkpoint holds changes, the weights first. Until then the step can be
+                abandoned by an exception and `checkpoint` still describes the step before; afterwards it must be left to finish.
         """
         began = time.perf_counter()
         self.status.enter(State.ROLLING_OUT, step=self.steps)
@@ -138,6 +138,7 @@ class Node:
         for group in (*sampled.groups, *admitted):
             self.pool.add(group)
         learned = self.trainer.step(self.draw(), before_update)
+        before_update()  # the books of a step without an update must not be torn either
         self.engine.policy_updated(self.steps + 1)
 
         observed = self.controller.observe(
