@@ -12,7 +12,7 @@ import pytest
 
 from swarm_node.tasks.base import Problem, RewardError, TaskError
 from swarm_node.tasks.gym import Gym, load_gym
-from swarm_node.tasks.gym_guards import is_arithmetic, is_literal, is_polynomial, may_score
+from swarm_node.tasks.gym_guards import is_arithmetic, is_formula, is_json_list, is_json_moves, is_literal, is_polynomial, may_score
 from swarm_node.tasks.registry import load_task
 
 EASY = "chain_sum?max_digits=1&max_terms=3"
@@ -192,6 +192,7 @@ def test_options_reach_the_dataset(sums: Gym) -> None:
         ("knight_swap", "peers cannot regenerate its prompts"),
         ("intermediate_integration", "hostile answer"),
         ("composite", "mixes datasets"),
+        ("game_of_life_halting", "nothing to learn"),
     ],
 )
 def test_what_cannot_be_loaded_says_why_and_what_to_do(spec: str, why: str) -> None:
@@ -266,6 +267,22 @@ def test_an_answer_never_runs_as_code(dataset: str, tmp_path: object) -> None:
         ("simple_integration", "x**x"),
         ("simple_integration", "2**(10**10*x/x)"),
         ("simple_integration", "(a+b+c+d+e+f+g)**60"),
+        ("countdown", "1e-999999"),
+        ("simple_integration", "1e-999999*x"),
+        ("simple_integration", "x.real"),
+        ("simple_integration", "f(x)"),
+        ("propositional_logic", "¬" * 4000),
+        ("propositional_logic", "∧".join("abcdefghijklmnopqrstuvwxyz")),
+        ("propositional_logic", "∧".join(f"{a}{b}" for a in "PQRS" for b in "PQRS")),
+        ("propositional_logic", "A(B)∧A(C)"),
+        ("propositional_logic", "A)∧(B"),
+        ("boxnet", '{"a": 1}'),
+        ("boxnet", '[{"here": "move(box_red, square[0.5, 1.5])"}]'),
+        ("game_of_life", '{"a": 1}'),
+        ("game_of_life", "[" * 4000),
+        ("prime_factorization", "I do not know"),
+        ("prime_factorization", "2 3"),
+        ("coin_flip", "9" * 4000),
         ("coin_flip", "1e999999999"),
         ("rubiks_cube", "R9999999999"),
         ("complex_arithmetic", "nan"),
@@ -292,6 +309,9 @@ def test_an_answer_that_would_hang_or_fool_a_scorer_is_wrong_unscored(dataset: s
         (is_polynomial, "7*x**3/3 - 4.5*x**2 + 10*x + C"),
         (is_polynomial, "(x + 1)**4 + C"),
         (is_polynomial, "X"),
+        (is_formula, "(P → Q) ∧ ¬(R ∨ S)"),
+        (is_json_list, "[[1, 0], [0, 1]]"),
+        (is_json_moves, '[{"Agent[0.5, 0.5]": "move(box_red, target_red)"}]'),
     ],
 )
 def test_honest_answers_pass_the_guards(guard: object, text: str) -> None:

@@ -40,8 +40,9 @@ _REFUSED = {
         ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
         "draws other problems in every process (it iterates over sets of texts), so peers cannot regenerate its prompts",
     ),
+    "game_of_life_halting": "scores every answer as right, so there is nothing to learn",
     "composite": "mixes datasets by a configuration of its own: choose one of them",
-    "intermediate_integration": "scores with symbolic simplification of the answer, which one hostile answer keeps busy for hours",
+    "intermediate_integration": "scores with symbolic simplification of the answer, which one hostile answer can keep busy for hours",
 }
 # They draw at construction, as many problems as asked for; all others draw a problem when it is asked for, from seed + index.
 _DRAWN_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
@@ -50,8 +51,8 @@ _DRAWN_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 class Gym(Task):
     """One dataset with options. The text in the last `<answer>…</answer>` is scored.
 
-    Without the tags the last number is scored where a number is asked for, and the last line elsewhere: small models answer well before
-    they learn tags (SmolLM2-135M: right in 45 % of one-digit products, tags in none). It counts as correct only between the tags.
+    Without the tags the last number is scored where a number is asked for, and the last line elsewhere: small models answer long before
+    they write tags (SmolLM2-135M at temperature 0.5: half of one-digit products right, no tag in any). Correct is an answer only in tags.
     """
 
     def __init__(self, dataset: str, options: str = "") -> None:

@@ -1,13 +1,14 @@
 """What a reasoning-gym scorer may be given: completions come from peers, and some scorers execute their text.
 
-Four scorers call `eval` on the answer, three of those allowed hand it to sympy's parser, which does the same, and a few can be made to work
-for hours by one large exponent or count, or fooled by a NaN. Each of them has a guard: an answer that the dataset cannot have asked for is
-wrong unscored.
+Four scorers call `eval` on the answer, three of those allowed hand it to sympy's parser, which does the same, and others can be made to
+work for hours by one exponent, count or formula, be fooled by a NaN, or fail on text that they do not expect. Each of them has a guard: an
+answer in none of the forms that the dataset asks for is wrong unscored.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ MAX_ANSWER = 4096
 """Characters of an answer at most; the largest grids need half of it."""
 
 MAX_EXPRESSION = 400
-"""Characters of an answer that is parsed as an expression."""
+"""Characters of an answer that is parsed as an expression or formula."""
 
 MAX_DEGREE = 64
 """Degree of a polynomial at most, counted before terms cancel."""
@@ -60,13 +61,44 @@ def is_polynomial(answer: str) -> bool:
     return degree is not None and degree <= MAX_DEGREE and len(names) <= 2 and all(len(name) == 1 for name in names)
 
 
+def is_formula(answer: str) -> bool:
+    """Formulas whose variables are single letters: the scorer tries every assignment of whatever it takes for a variable."""
+    text = re.sub(r"\s", "", answer)
+    depth = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            return False
+    return (
+        depth == 0
+        and len(text) <= MAX_EXPRESSION
+        and re.fullmatch(r"[A-Z()¬∧∨→↔]+", text) is not None
+        and re.search(r"[A-Z)][A-Z(¬]|\(\)", text) is None
+    )
+
+
+def is_json_list(answer: str) -> bool:
+    """A list, in whatever depth."""
+    return isinstance(_json(answer), list)
+
+
+def is_json_moves(answer: str) -> bool:
+    """A list of objects whose keys hold coordinates and whose values are texts."""
+    moves = _json(answer)
+    return isinstance(moves, list) and all(
+        isinstance(move, dict) and all(isinstance(text, str) and len(re.findall(r"\d+", place)) >= 2 for place, text in move.items())
+        for move in moves
+    )
+
+
 _ARITHMETIC = (
     ast.Expression | ast.Constant | ast.BinOp | ast.UnaryOp | ast.Load | ast.Add | ast.Sub | ast.Mult | ast.Div | ast.USub | ast.UAdd
 )
 
 
 def _expression(answer: str) -> ast.Expression | None:
-    if len(answer) > MAX_EXPRESSION:
+    # An exponent in a number, which Python rounds and sympy expands, is no part of any answer.
+    if len(answer) > MAX_EXPRESSION or re.search(r"[0-9.][A-Za-z_]", answer):
         return None
     try:
         return ast.parse(answer.strip(), mode="eval")
@@ -94,6 +126,13 @@ def _degree(node: ast.expr) -> int | None:
     return None
 
 
+def _json(answer: str) -> object:
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+
+
 _GUARDS: dict[str, Callable[[str], bool]] = {
     "binary_matrix": is_literal,
     "n_queens": is_literal,
@@ -102,10 +141,14 @@ _GUARDS: dict[str, Callable[[str], bool]] = {
     "countdown": is_arithmetic,
     "puzzle24": is_arithmetic,
     "simple_integration": is_polynomial,
+    "propositional_logic": is_formula,
+    "boxnet": is_json_moves,
+    "game_of_life": is_json_list,
     # Fraction("1e999999999") has a billion digits.
-    "coin_flip": lambda answer: "e" not in answer.lower(),
+    "coin_flip": lambda answer: len(answer) <= 100 and "e" not in answer.lower(),
     # min(1.0, exp(-nan)) is 1.0.
     "complex_arithmetic": lambda answer: "nan" not in answer.lower(),
+    "prime_factorization": lambda answer: re.fullmatch(r"\s*[0-9]{1,40}\s*(×\s*[0-9]{1,40}\s*)*", answer) is not None,
     # "R999999999" is a billion moves.
     "rubiks_cube": lambda answer: re.search(r"\d{3}", answer) is None,
 }
