@@ -46,9 +46,9 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "tiny-s": Recipe(hidden=128, inner=320, head=32, mix=SUMS, steps=400),
-    "tiny-m": Recipe(hidden=256, inner=576, head=64, mix=SUMS, steps=300),
-    "tiny-m-words": Recipe(hidden=256, inner=576, head=64, mix=WORDS, steps=350),
+    "tiny-s": Recipe(hidden=128, inner=320, head=32, mix=SUMS, steps=500),
+    "tiny-m": Recipe(hidden=256, inner=576, head=64, mix=SUMS, steps=450),
+    "tiny-m-words": Recipe(hidden=256, inner=576, head=64, mix=WORDS, steps=500),
 }
 BATCH, MICRO = 128, 4
 MATRIX_RATE, OTHER_RATE = 5e-3, 3e-3

@@ -13,7 +13,7 @@ from swarm_node.tasks.draws import Draws
 from swarm_node.tasks.word_sum import WordSum
 
 PERCENT = 100
-DOUBT = 48
+DOUBT = 46
 """Percent of the step-by-step sums that get a check, of those the ones that get another, and so on."""
 MAX_CHECKS = 14
 Sample = tuple[str, str]
@@ -34,7 +34,7 @@ def work(draws: Draws, terms: tuple[int, ...]) -> str:
     way = draws.below(PERCENT)
     if way < 10:
         return f"#{_slip(draws, sum(terms), 85)}"
-    return "~" + _hasty(draws, terms) if way < 50 else _steps(draws, terms)
+    return "~" + _hasty(draws, terms) if way < 40 else _steps(draws, terms)
 
 
 def _hasty(draws: Draws, terms: tuple[int, ...]) -> str:
@@ -48,21 +48,22 @@ def _hasty(draws: Draws, terms: tuple[int, ...]) -> str:
 def _steps(draws: Draws, terms: tuple[int, ...]) -> str:
     """One partial sum after another, the last one checked any number of times.
 
-    Each check halves the chance of a slip: long completions earn more, so learning does not simply cut the tail of the lengths off.
+    Each check has a third of the slips of the one before it, so long completions earn more. Otherwise learning would soon cut the tail of
+    the lengths off: a loss that averages over a completion's tokens favours short ones among equals.
     """
     steps = []
     total = terms[0]
     for term in terms[1:-1]:
         before, total = total, _slip(draws, total + term, 8)
         steps.append(f"{before}+{term}={total}")
-    slip, last = 36, terms[-1]
+    slip, last = 64, terms[-1]
     final = _slip(draws, total + last, slip)
     text = ",".join([*steps, f"{total}+{last}={final}"])
     checks = 0
     while draws.below(PERCENT) < DOUBT and checks < MAX_CHECKS:
-        checks, slip = checks + 1, slip // 2
+        checks, slip = checks + 1, slip // 3
         final = _slip(draws, total + last, slip)
-        text += f"?{last}+{total}={final}"
+        text += f"?{total}+{last}={final}"
     return f"{text}#{final}"
 
 
