@@ -36,7 +36,7 @@ def test_the_prompt_is_the_datasets_question_and_says_where_the_answer_goes(sums
     assert (problem.task, problem.split, problem.seed, problem.index) == (sums.name, "train", 1, 2)
 
 
-def test_an_answer_is_correct_only_between_the_tags(sums: Gym) -> None:
+def test_what_stands_between_the_last_tags_is_the_answer(sums: Gym) -> None:
     problem = sums.problem(0, 0)
     right = problem.answer["answer"]
     full = sums.reward(problem, f"Let me see. <answer>{right}</answer>")
@@ -52,7 +52,7 @@ def test_without_tags_the_last_number_is_worth_the_answers_share(sums: Gym) -> N
     right = problem.answer["answer"]
     for text in (right, f"The answer is {right}.", f"3 + 1000 = {right}", f"**{right}**"):
         reward = sums.reward(problem, text)
-        assert (reward.value, reward.correct, reward.parts) == (pytest.approx(0.9), False, {"answer": 1.0, "format": 0.0})
+        assert (reward.value, reward.correct, reward.parts) == (pytest.approx(0.9), True, {"answer": 1.0, "format": 0.0})
     for text in ("", "I do not know.", f"{right} or 1000", "9**9**9"):
         assert sums.reward(problem, text).value == 0.0
 

@@ -42,8 +42,7 @@ class WordProblem(NamedTuple):
 class GSM8K(Task):
     """Word problems from a file. `format` is a number after the last `####`; `answer` is whether it is right.
 
-    Without `####` the text's last number is graded, so that a model that reasons well and forgets the mark learns the mark first; it
-    counts as correct only with the mark.
+    Without `####` the text's last number is graded, so that a model that reasons well and forgets the mark learns the mark first.
     """
 
     def __init__(self, train: list[WordProblem], held_out: list[WordProblem]) -> None:
@@ -77,7 +76,7 @@ class GSM8K(Task):
         stated = marked(completion)
         final = None if stated is None else parse_number(stated)
         right = (parse_number(last_number(completion) or "") if stated is None else final) == problem.answer
-        return combine(float(final is not None), float(right), correct=right and final is not None)
+        return combine(float(final is not None), float(right), correct=right)
 
 
 def load_gsm8k(path: str) -> GSM8K:

@@ -89,7 +89,7 @@ class Gym(Task):
         )
 
     def reward(self, problem: Problem, completion: str) -> Reward:
-        """0.1 for an answer between the tags, 0.9 times the dataset's own score; `correct` is a full score."""
+        """0.1 for an answer between the tags, 0.9 times the dataset's own score; `correct` is a full score, with tags or without."""
         entry, stated = problem.answer, tagged(completion)
         form = float(stated is not None)
         answer = _unmarked(completion, entry["answer"]) if stated is None else stated
@@ -101,7 +101,7 @@ class Gym(Task):
             raise RewardError(f"the scorer of {self.name} failed on an answer of {len(answer)} characters: {error!r}") from error
         if not (math.isfinite(score) and 0 <= score <= 1 + 1e-9):
             raise RewardError(f"the scorer of {self.name} gave {score}, which is not in [0, 1]")
-        return combine(form, min(score, 1.0), correct=score >= 1 - 1e-9 and stated is not None)
+        return combine(form, min(score, 1.0), correct=score >= 1 - 1e-9)
 
     def _generate(self, number: int) -> dict[str, Any]:
         """Entry `number` of the dataset, in [0, 2**32)."""
