@@ -20,7 +20,7 @@ from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_node.network.addresses import Address, free_addresses
 from swarm_node.network.gossip import Received
 from swarm_node.network.identity import load_or_create
-from swarm_node.network.libp2p_gossip import Libp2pGossip
+from swarm_node.network.libp2p_gossip import Libp2pGossip, Totals
 from swarm_node.network.peers_file import read_peers
 from swarm_node.network.swarm_id import swarm_id
 
@@ -188,7 +188,6 @@ def test_a_taken_port_is_replaced_and_said_so() -> None:
 def test_a_killed_network_process_comes_back_and_delivers(pair: Pair) -> None:
     alice, bob = pair
     exchange(alice, bob)
-    counted = alice.report().published
     killed = bob.pids["network"]
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
@@ -199,7 +198,20 @@ def test_a_killed_network_process_comes_back_and_delivers(pair: Pair) -> None:
     assert bob.pids["network"] != killed
     exchange(alice, bob)
     exchange(bob, alice)
-    await_condition(lambda: alice.report().published == counted + 1, "alice counted on")
+
+
+def test_counts_go_on_over_restarts_of_the_process_that_counts() -> None:
+    totals = Totals()
+    totals.begin()
+    totals.update({"published": 3, "rejections": {"stale": 2}})
+    totals.update({"published": 5, "rejections": {"stale": 2, "replay": 1}})
+    totals.begin()
+    assert totals.current()["published"] == 5
+    totals.update({"published": 1, "rejections": {"stale": 1}})
+    current = totals.current()
+    assert current["published"] == 6
+    assert current["rejections"] == {"stale": 3, "replay": 1}
+    assert current["received"] == 0
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
@@ -208,7 +220,7 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from live_network import await_condition, loopback, RULES, SWARM, listening
-from swarm_node.network.libp2p_gossip import Libp2pGossip
+from swarm_node.network.libp2p_gossip import Libp2pGossip, Totals
 options = loopback(directory=True, directory_listen="/ip4/127.0.0.1/tcp/0")
 gossip = Libp2pGossip.start(options, Path({str(tmp_path / "home")!r}), SWARM, RULES)
 listening(gossip)

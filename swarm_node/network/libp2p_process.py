@@ -13,7 +13,6 @@ from collections import deque
 import trio
 
 from swarm_node.network.child import adopt_parent
-from swarm_node.network.dialler import Source
 from swarm_node.network.frames import Frame, frame_length, pack_frame, unpack_frame
 from swarm_node.network.libp2p_guard import PeerGuard
 from swarm_node.network.libp2p_hardening import harden
@@ -99,7 +98,7 @@ async def serve(connection: socket.socket, guard: PeerGuard) -> None:
                         node.step, node.policy = step, policy
                     case ["dial", addresses]:
                         for address in addresses:
-                            node.learn(address, Source.FOUND)
+                            node.learn(address)
             nursery.cancel_scope.cancel()
 
         nursery.start_soon(link.write_for_ever)
