@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm_node.control.options import SagcOptions
 from swarm_node.control.sagc import Controller
-from swarm_node.experiments.length_traces import LEVELS, TRACES, LengthTrace, mean_length, straggler_probabilities
+from swarm_node.experiments.length_traces import LEVELS, TRACES, LengthTrace, straggler_probabilities
 from swarm_node.experiments.sagc_bandit import CONTROLLERS as BANDIT_CONTROLLERS
 from swarm_node.experiments.sagc_bandit import (
     EXTENSIONS,
@@ -169,7 +169,7 @@ def test_traces_have_the_mean_length_that_they_state() -> None:
     noise = np.random.default_rng(0)
     for trace in TRACES:
         for step in (0, 150, 10_000):
-            assert trace.sample(noise, step, 100, 400).mean() == pytest.approx(mean_length(trace, step), rel=0.03)
+            assert trace.sample(noise, step, 100, 400).mean() == pytest.approx(trace.mean_length(step), rel=0.03)
 
 
 def test_a_growing_trace_goes_from_a_quarter_of_its_median_and_a_third_of_its_spread() -> None:

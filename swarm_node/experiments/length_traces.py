@@ -5,9 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Trace(Protocol):
+    """Lengths by step, whose truth is known."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def settled(self) -> int:
+        """The step from which nothing changes."""
+
+    def mean_length(self, step: int) -> float:
+        """Expected tokens of a completion."""
+
+    def sample(self, noise: np.random.Generator, step: int, groups: int, size: int) -> NDArray[np.int64]:
+        """Tokens a completion, shape (groups, size), at least 1."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,10 @@ class LengthTrace:
     long_sigma: float = 0.0
     growth: int = 0
 
+    @property
+    def settled(self) -> int:
+        return self.growth
+
     def at(self, step: int) -> tuple[float, float]:
         """Median and sigma of the narrow mode at `step`."""
         grown = min(step / self.growth, 1.0) if self.growth else 1.0
@@ -43,6 +65,12 @@ class LengthTrace:
             lengths = np.where(noise.random((groups, size)) < self.long_share, long, lengths)
         return np.maximum(np.rint(median * lengths), 1).astype(np.int64)
 
+    def mean_length(self, step: int) -> float:
+        """Expected tokens of a completion: exp(sigma^2 / 2) times the median, in each mode."""
+        median, sigma = self.at(step)
+        long = self.long_share * self.long_factor * math.exp(self.long_sigma**2 / 2)
+        return median * ((1 - self.long_share) * math.exp(sigma**2 / 2) + long)
+
 
 TRACES = (
     LengthTrace("log-normal 0.3", 0.3),
@@ -57,20 +85,11 @@ LEVELS = (LengthTrace("easy", 0.25, 80.0), LengthTrace("medium", 0.5, 160.0), Le
 """A task whose lengths depend on the problem's level."""
 
 
-def mean_length(trace: LengthTrace, step: int) -> float:
-    """Expected tokens of a completion: exp(sigma^2 / 2) times the median, in each mode."""
-    median, sigma = trace.at(step)
-    long = trace.long_share * trace.long_factor * math.exp(trace.long_sigma**2 / 2)
-    return median * ((1 - trace.long_share) * math.exp(sigma**2 / 2) + long)
-
-
-def straggler_probabilities(
-    trace: LengthTrace, sizes: Sequence[int], ratio: float, *, groups: int = 20_000, seed: int = 0
-) -> dict[int, float]:
-    """Size -> how often a group of it straggles, by Monte Carlo where the trace has stopped growing (standard error at most 0.004)."""
+def straggler_probabilities(trace: Trace, sizes: Sequence[int], ratio: float, *, groups: int = 20_000, seed: int = 0) -> dict[int, float]:
+    """Size -> how often a group of it straggles, by Monte Carlo where the trace has settled (standard error at most 0.004)."""
     noise = np.random.default_rng(seed)
     found = {}
     for size in sizes:
-        lengths = trace.sample(noise, trace.growth, groups, size)
+        lengths = trace.sample(noise, trace.settled, groups, size)
         found[size] = float((lengths.max(axis=1) > ratio * np.median(lengths, axis=1)).mean())
     return found

@@ -18,7 +18,8 @@ from swarm_node.control.decision import Cost, GroupController
 from swarm_node.control.events import straggles
 from swarm_node.control.options import SagcOptions
 from swarm_node.control.sagc import Controller
-from swarm_node.experiments.length_traces import LEVELS, TRACES, LengthTrace, mean_length, straggler_probabilities
+from swarm_node.experiments.length_traces import LEVELS, TRACES, Trace, straggler_probabilities
+from swarm_node.experiments.recorded_lengths import recorded_trace
 from swarm_node.experiments.sagc_bandit import Played, Row, summarise
 
 SECONDS_A_STEP, SECONDS_A_SLOT = 4e-3, 1e-4
@@ -57,7 +58,7 @@ LEVEL_CONTROLLERS: Mapping[str, Maker] = {
 }
 
 
-def play_lengths(controller: GroupController, levels: Sequence[LengthTrace], ratio: float, steps: int, groups: int, seed: int) -> Played:
+def play_lengths(controller: GroupController, levels: Sequence[Trace], ratio: float, steps: int, groups: int, seed: int) -> Played:
     """Run against drawn lengths: each group belongs to one of `levels`, in turn, and the controller is told which.
 
     A step's simulated seconds count decode steps until the last kept completion ends, and slots until they are freed. The rate is
@@ -83,7 +84,7 @@ def play_lengths(controller: GroupController, levels: Sequence[LengthTrace], rat
                 observed.multiplier,
                 observed.infeasible,
                 seconds,
-                statistics.fmean(statistics.fmean(group) / mean_length(level, step) for group, level in zip(kept, chosen, strict=True)),
+                statistics.fmean(statistics.fmean(group) / level.mean_length(step) for group, level in zip(kept, chosen, strict=True)),
                 float(sum(size - 1 for size in decision.sizes)),
             )
         )
@@ -93,7 +94,7 @@ def play_lengths(controller: GroupController, levels: Sequence[LengthTrace], rat
 
 def study(
     problem: str,
-    levels: Sequence[LengthTrace],
+    levels: Sequence[Trace],
     makers: Mapping[str, Maker],
     *,
     steps: int = 600,
@@ -116,8 +117,8 @@ def study(
 
 
 def trace_study(steps: int = 600, seeds: int = 6) -> tuple[Row, ...]:
-    """Every trace, and the mix of levels."""
-    rows = [row for trace in TRACES for row in study(trace.name, [trace], CONTROLLERS, steps=steps, seeds=seeds)]
+    """Every trace, the lengths that our own training recorded, and the mix of levels."""
+    rows = [row for trace in (*TRACES, recorded_trace()) for row in study(trace.name, [trace], CONTROLLERS, steps=steps, seeds=seeds)]
     return (*rows, *study("levels", LEVELS, LEVEL_CONTROLLERS, steps=steps, seeds=seeds))
 
 

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import plotly.graph_objects as go
-import plotly.io
-from plotly.offline import get_plotlyjs
 
 from swarm_node.observe.metrics import Metrics, StepRow, read_metrics
+from swarm_node.observe.page import ReportError, colour, empty_figure, render_page, section, write_page
 from swarm_node.observe.summary import NodeSummary, summarise
 
 METRICS_FILE = "metrics.jsonl"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#666666", "#b8a900")
-"""Okabe and Ito's palette, told apart with any colour vision; a node has one colour in every plot."""
-
-
 WINDOW = 10
 """Steps over which noisy lines are averaged; the raw values stay behind them, faint."""
-
-
-class ReportError(ValueError):
-    """There is nothing to report on."""
 
 
 @dataclass(frozen=True)
@@ -129,54 +119,18 @@ def write_report(runs: Sequence[NodeRun], out: Path) -> Path:
     Raises:
         ReportError: `out` cannot be written.
     """
-    page = render_report(runs)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_name(f".{out.name}.{os.getpid()}")
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
-    except OSError as error:
-        raise ReportError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from error
-    return out
+    return write_page(render_report(runs), out)
 
 
 def render_report(runs: Sequence[NodeRun]) -> str:
     """The report's HTML."""
     figures = [(("Accuracy", "held-out problems, and harder ones than any trained on (dotted); bars: one standard error"), _accuracy(runs))]
     figures += [((plot.title, plot.note), _figure(plot, runs)) for plot in PLOTS]
-    plots = "\n".join(
-        f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{_embed(figure)}</section>" for (title, note), figure in figures
-    )
     names = ", ".join(run.summary.name for run in runs)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>swarm-node: {html.escape(names)}</title>
-<style>{STYLE}</style>
-<script>{get_plotlyjs()}</script>
-</head>
-<body>
-<h1>Swarm run</h1>
+    body = f"""<h1>Swarm run</h1>
 <div class="table">{_table(runs)}</div>
-<p>Noisy lines are means over {WINDOW} steps. Drag to zoom, double-click to see everything again.</p>
-<main>{plots}</main>
-</body>
-</html>
-"""
-
-
-STYLE = """
-body { font: 15px/1.4 system-ui, sans-serif; color: #222; margin: 2rem auto; max-width: 1400px; padding: 0 1rem; }
-main { margin-top: 1.5rem; display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); gap: 1.5rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.05rem; margin: 0; } p { margin: 0; color: #666; }
-section { min-width: 0; }
-.table { overflow-x: auto; margin-bottom: 2rem; }
-table { border-collapse: collapse; } th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
-th { color: #666; font-weight: 600; white-space: nowrap; } th:nth-child(-n+2), td:first-child, .text { text-align: left; }
-.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
-"""
+<p>Noisy lines are means over {WINDOW} steps. Drag to zoom, double-click to see everything again.</p>"""
+    return render_page(f"swarm-node: {names}", body, (section(title, note, figure) for (title, note), figure in figures))
 
 
 def _table(runs: Sequence[NodeRun]) -> str:
@@ -196,7 +150,7 @@ def _table(runs: Sequence[NodeRun]) -> str:
     )
     head = "".join(f"<th>{name}</th>" for name in heads)
     return (
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(_table_row(run, _colour(i)) for i, run in enumerate(runs))}</tbody></table>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(_table_row(run, colour(i)) for i, run in enumerate(runs))}</tbody></table>"
     )
 
 
@@ -221,7 +175,7 @@ def _table_row(run: NodeRun, colour: str) -> str:
 
 
 def _accuracy(runs: Sequence[NodeRun]) -> go.Figure:
-    figure = _empty(share=True)
+    figure = empty_figure(share=True)
     for index, run in enumerate(runs):
         for split, dash in (("eval", "solid"), ("ood", "dot")):
             rows = [row for row in run.metrics.evals if row.split == split]
@@ -233,18 +187,18 @@ def _accuracy(runs: Sequence[NodeRun]) -> go.Figure:
                     error_y={"type": "data", "array": errors, "thickness": 1},
                     name=run.summary.name,
                     mode="lines+markers",
-                    line={"color": _colour(index), "dash": dash},
+                    line={"color": colour(index), "dash": dash},
                 )
     return figure
 
 
 def _figure(plot: Plot, runs: Sequence[NodeRun]) -> go.Figure:
-    figure = _empty(share=plot.share)
+    figure = empty_figure(share=plot.share)
     for index, run in enumerate(runs):
         steps = [row.step for row in run.metrics.steps]
         values = [plot.value(row) for row in run.metrics.steps]
         smooth = plot.style == "noisy" and len(values) >= 3 * WINDOW
-        line = {"color": _colour(index), "width": 1.5, "shape": "hv" if plot.style == "stairs" else "linear"}
+        line = {"color": colour(index), "width": 1.5, "shape": "hv" if plot.style == "stairs" else "linear"}
         hover = {"mode": "lines", "name": run.summary.name}
         if plot.second is not None:
             second = [plot.second(row) for row in run.metrics.steps]
@@ -262,30 +216,6 @@ def trailing_mean(values: Sequence[float]) -> list[float]:
         measured = [value for value in values[max(0, end - WINDOW) : end] if math.isfinite(value)]
         means.append(sum(measured) / len(measured) if measured else math.nan)
     return means
-
-
-def _empty(*, share: bool) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        height=300,
-        margin={"l": 55, "r": 15, "t": 10, "b": 40},
-        template="plotly_white",
-        showlegend=False,  # the table says which colour is which node
-        hovermode="x unified",
-    )
-    figure.update_xaxes(title="step", rangemode="tozero")
-    figure.update_yaxes(range=(-0.02, 1.02) if share else None, rangemode="tozero")
-    return figure
-
-
-def _embed(figure: go.Figure) -> str:
-    text = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
-    assert isinstance(text, str)
-    return text
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
 
 
 def _share(value: float) -> str:

@@ -123,7 +123,7 @@ class ReferenceEngine:
         cache_name = cache_argument(policy.model)
         keys = np.array([request.key % 2**64 for request in requests], dtype=np.uint64)
         noise = streams(seed, keys[owners], members.astype(np.uint64))
-        slots = Slots(len(owners), max_new_tokens, policy.stop_ids)
+        slots = self._slots(owners, max_new_tokens)
 
         distinct, prompt_of = np.unique(owners, return_inverse=True)
         hidden, cache, mask, lengths = self._prefill([requests[index].prompt for index in distinct], max_new_tokens)
@@ -151,6 +151,10 @@ class ReferenceEngine:
             )
             hidden = output.last_hidden_state[:, -1]
         return slots
+
+    def _slots(self, owners: NDArray[np.int64], max_new_tokens: int) -> Slots:
+        """The bookkeeping of one batch, given which request each slot belongs to."""
+        return Slots(len(owners), max_new_tokens, self._policy.stop_ids)
 
     def _prefill(self, prompts: list[NDArray[np.int32]], max_new_tokens: int) -> tuple[Tensor, Cache, Tensor, Tensor]:
         """Run the prompts once, padded on the left.
