@@ -106,7 +106,7 @@ class Child:
         reason = f" ({self.last_words[-1]})" if self.last_words else ""
         return f"{self.name} process restarting" + (f" in {wait:.0f} s" if wait >= 1 else "") + reason
 
-    def close(self, timeout_s: float = 4.0) -> None:
+    def close(self, timeout_s: float = 3.0) -> None:
         """Ask the process to stop, and end it and its process group when it takes longer than `timeout_s`. Idempotent."""
         self.send("stop")
         self._closing.set()
