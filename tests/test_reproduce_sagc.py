@@ -160,6 +160,17 @@ def test_finished_runs_are_kept_and_others_are_done(tmp_path: Path, worker: str)
     assert finished(fresh, tmp_path) == {"spec": {"seed": 3}, "made": "now"}
 
 
+def test_a_result_of_other_weights_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = sagc.training_specs(quick=True)[0]
+    job = sagc.job_of(spec)
+    (tmp_path / f"{job.name}.json").write_text(json.dumps({"spec": job.spec}))
+    assert finished(sagc.job_of(spec), tmp_path) is not None
+    monkeypatch.setattr(sagc, "SHIPPED", tmp_path)
+    (tmp_path / "tiny-m").mkdir()
+    (tmp_path / "tiny-m" / "model.safetensors").write_bytes(b"others")
+    assert finished(sagc.job_of(spec), tmp_path) is None
+
+
 def test_a_failed_run_says_what_it_said(tmp_path: Path, worker: str) -> None:
     (tmp_path / "copying_worker.py").write_text("raise SystemExit('no such model')")
     with pytest.raises(ExperimentError, match="no such model"):

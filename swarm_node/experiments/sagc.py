@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from swarm_node.experiments.sagc_training import TrainingSpec
 from swarm_node.experiments.workers import Job, run_jobs
 from swarm_node.observe.page import write_page
 
+SHIPPED = Path(str(files("swarm_node.policy"))) / "tiny"
 ALL_EXTENSIONS: Mapping[str, Any] = {"counterfactual": 1.0, "monotone": True, "prompt_aware": True, "utility": "rate"}
 CONTROLLERS: Mapping[str, Mapping[str, Any]] = {
     "fixed 4": {"control": {"group_size": 4}},
@@ -51,7 +54,12 @@ def training_specs(*, quick: bool) -> list[TrainingSpec]:
 def job_of(spec: TrainingSpec) -> Job:
     levels = "-".join(map(str, spec.levels))
     name = f"{spec.algorithm}-levels-{levels}-{spec.label}-seed-{spec.seed}-steps-{spec.steps}".replace(" ", "-")
-    return Job(name, "swarm_node.experiments.sagc_training", asdict(spec))
+    return Job(name, "swarm_node.experiments.sagc_training", asdict(replace(spec, weights=_digest(spec.model))))
+
+
+def _digest(model: str) -> str:
+    """16 hex digits over the weights of a model that ships with the package."""
+    return hashlib.blake2b((SHIPPED / model / "model.safetensors").read_bytes(), digest_size=8).hexdigest()
 
 
 def reproduce(out: Path, *, quick: bool, workers: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class TrainingSpec:
     probe_samples: int = 16
     final_problems: int = 64
     model: str = "tiny-m"
+    weights: str = ""
+    """Digest of the model's weights, so that a result of other weights is not taken for this one."""
 
     def task(self) -> Task:
         return ChainSum(self.levels[0]) if len(self.levels) == 1 else MixedLevels(self.levels)
