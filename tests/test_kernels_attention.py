@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,20 @@ def test_dense_and_sparse_equal_naive_for_all_groups_and_splits(
             assert_same(
                 native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, pages=lists, splits=splits), sparse
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("march", "needs"), [("x86-64-v2", "ssse3"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512f"), ("cooperlake", "avx512_bf16")]
+)
+def test_older_processors_get_the_same_result(march: str, needs: str) -> None:
+    if needs not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor cannot run code for {march}")
+    kernels = NativeKernels(march)
+    for dtype, head_size, group in itertools.product(DTYPES, (32, 64, 96, 128), (1, 3, 8)):
+        case = make_case(group=group, head_size=head_size, dtype=dtype)
+        expected = naive.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale)
+        assert_same(kernels.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=3), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "matrix.h"
 #include "vectors.h"
 
 struct AttendArguments {  // mirrored by native/library.py
@@ -124,23 +126,54 @@ INLINE void add_value_columns(Rows<T>& rows, int r, Block<T> block) {
     if constexpr (D % 64) add_values<T, D, GROUP, 1>(rows, r, column, block);
 }
 
+template <typename T>
+INLINE void put_scores(Rows<T>& rows, const Tile<T>& tile, int t, int g, Vec dots) {
+    Vec scores = dots * rows.scale;
+    if (tile.low > 0 || tile.high < LANES) {
+        const IntVec lane = lane_numbers();
+        scores = pick((lane >= tile.low) & (lane < tile.high), scores, splat(-INFINITY));
+    }
+    store(&rows.weights[g][t * LANES], scores);
+}
+
+template <typename T, int D>
+INLINE void score_block(Rows<T>& rows, Block<T> block) {
+    for (int t = 0; t < block.count; ++t)
+        for (int g = 0; g < rows.group; ++g) {
+            const T* keys = block.tiles[t].keys;
+            const Vec dots = g == 0 && t < block.ahead ? tile_scores<T, D, true>(keys, rows.query[g], rows.raw[g], block.tiles[t + BLOCK].keys)
+                                                       : tile_scores<T, D, false>(keys, rows.query[g], rows.raw[g], nullptr);
+            put_scores(rows, block.tiles[t], t, g, dots);
+        }
+}
+
+#if defined(MATRIX_UNIT)
+template <int D>
+INLINE void score_block_by_matrix(Rows<bfloat>& rows, Block<bfloat> block) {
+    alignas(64) float dots[BLOCK][LANES * MAX_GROUP];
+    for (int t = 0; t < block.count; ++t) {
+        if (t < block.ahead)
+            for (int token = 0; token < LANES; ++token) prefetch_row<bfloat, D>(block.tiles[t + BLOCK].keys + token * D);
+        matrix::dot<D>(block.tiles[t].keys, dots[t], rows.group);
+    }
+    for (int t = 0; t < block.count; ++t)
+        for (int g = 0; g < rows.group; ++g) put_scores(rows, block.tiles[t], t, g, matrix::column(dots[t], g, rows.group));
+}
+#endif
+
 template <typename T, int D>
 void attend_block(Rows<T>& rows, Block<T> block) {
     const Tile<T>* tiles = block.tiles;
     const int count = block.count;
-    for (int t = 0; t < count; ++t) {
-        for (int g = 0; g < rows.group; ++g) {
-            const T* keys = tiles[t].keys;
-            Vec scores = g == 0 && t < block.ahead ? tile_scores<T, D, true>(keys, rows.query[g], rows.raw[g], tiles[t + BLOCK].keys)
-                                                   : tile_scores<T, D, false>(keys, rows.query[g], rows.raw[g], nullptr);
-            scores *= rows.scale;
-            if (tiles[t].low > 0 || tiles[t].high < LANES) {
-                const IntVec lane = lane_numbers();
-                scores = pick((lane >= tiles[t].low) & (lane < tiles[t].high), scores, splat(-INFINITY));
-            }
-            store(&rows.weights[g][t * LANES], scores);
-        }
-    }
+#if defined(MATRIX_UNIT)
+    if constexpr (std::is_same_v<T, bfloat>) {
+        if (matrix::available())
+            score_block_by_matrix<D>(rows, block);
+        else
+            score_block<T, D>(rows, block);
+    } else
+#endif
+        score_block<T, D>(rows, block);
     for (int g = 0; g < rows.group; ++g) {
         Vec top = splat(rows.top[g]);
         for (int t = 0; t < count; ++t) top = maximum(top, load(&rows.weights[g][t * LANES]));
@@ -164,19 +197,19 @@ void attend_block(Rows<T>& rows, Block<T> block) {
 
 // The tiles of list entries [begin, end) that hold visible tokens; entries of -1 and pages past the end are skipped.
 template <typename T, int D>
-void list_tiles(const AttendArguments& a, int sequence, int head, int begin, int end, std::vector<Tile<T>>& tiles) {
-    tiles.clear();
+void list_tiles(const AttendArguments& a, int sequence, int head, int begin, int end, std::vector<Tile<T>>& list) {
+    list.clear();
     const int length = a.lengths[sequence], first = a.window > 0 && length > a.window ? length - a.window : 0;
-    const int32_t* list = a.pages ? a.pages + sequence * a.pages_sequence + head * a.pages_head : nullptr;
+    const int32_t* chosen = a.pages ? a.pages + sequence * a.pages_sequence + head * a.pages_head : nullptr;
     for (int entry = begin; entry < end; ++entry) {
-        const int64_t page = list ? list[entry] : entry;
+        const int64_t page = chosen ? chosen[entry] : entry;
         const int64_t start = page * a.page_size;
         if (page < 0 || start >= length || start + a.page_size <= first) continue;
         const int64_t offset = a.table[sequence * a.table_sequence + page] * a.page_stride + head * a.head_stride;
         for (int t = 0; t < a.page_size; t += LANES) {
             const int64_t low = first - start - t, high = length - start - t;
             if (high <= 0 || low >= LANES) continue;
-            tiles.push_back({static_cast<const T*>(a.keys) + offset + t * D, static_cast<const T*>(a.values) + offset + t * D,
+            list.push_back({static_cast<const T*>(a.keys) + offset + t * D, static_cast<const T*>(a.values) + offset + t * D,
                              static_cast<int>(std::max<int64_t>(low, 0)), static_cast<int>(std::min<int64_t>(high, LANES))});
         }
     }
@@ -191,12 +224,12 @@ void write_row(const AttendArguments& a, int sequence, int query_head, const flo
 }
 
 template <typename T, int D>
-void attend_split(const AttendArguments& a, int sequence, int head, int split, Rows<T>& rows, std::vector<Tile<T>>& tiles) {
+void attend_split(const AttendArguments& a, int sequence, int head, int split, Rows<T>& rows, std::vector<Tile<T>>& list) {
     const int entries = a.pages ? a.list_width : (a.lengths[sequence] + a.page_size - 1) / a.page_size;
     int share = (entries + a.splits - 1) / a.splits;
     share = std::max(share, MIN_SPLIT_PAGES);
     const int begin = split * share, end = std::min(begin + share, entries);
-    list_tiles<T, D>(a, sequence, head, begin, end, tiles);
+    list_tiles<T, D>(a, sequence, head, begin, end, list);
     rows.group = a.group;
     rows.scale = a.scale * LOG2E;
     for (int g = 0; g < a.group; ++g) {
@@ -210,10 +243,14 @@ void attend_split(const AttendArguments& a, int sequence, int head, int split, R
         rows.top[g] = -INFINITY;
         rows.mass[g] = 0;
     }
-    const int count = static_cast<int>(tiles.size());
+#if defined(MATRIX_UNIT)
+    if constexpr (std::is_same_v<T, bfloat>)
+        if (matrix::available()) matrix::load_query<D>(rows.raw, a.group);
+#endif
+    const int count = static_cast<int>(list.size());
     for (int t = 0; t < count; t += BLOCK) {
         const int here = std::min(BLOCK, count - t), ahead = std::min(BLOCK, count - t - here);
-        attend_block<T, D>(rows, {tiles.data() + t, here, ahead});
+        attend_block<T, D>(rows, {list.data() + t, here, ahead});
     }
     for (int g = 0; g < a.group; ++g) {
         if (a.splits == 1) {
@@ -251,15 +288,23 @@ void attend(const AttendArguments& a) {
 #pragma omp parallel num_threads(a.threads)
     {
         Rows<T> rows;
-        std::vector<Tile<T>> tiles;
+        std::vector<Tile<T>> list;
+#if defined(MATRIX_UNIT)
+        if constexpr (std::is_same_v<T, bfloat>)
+        if (matrix::available()) matrix::configure(a.group);
+#endif
         // Sequences innermost: those that share a prompt read its pages one after the other, from the cache of the core.
 #pragma omp for schedule(dynamic, 1)
         for (int task = 0; task < tasks; ++task)
-            attend_split<T, D>(a, task % a.batch, task / a.batch / a.splits, task / a.batch % a.splits, rows, tiles);
+            attend_split<T, D>(a, task % a.batch, task / a.batch / a.splits, task / a.batch % a.splits, rows, list);
         if (a.splits > 1) {
 #pragma omp for
             for (int pair = 0; pair < pairs; ++pair) merge_splits<T, D>(a, pair / a.kv_heads, pair % a.kv_heads);
         }
+#if defined(MATRIX_UNIT)
+        if constexpr (std::is_same_v<T, bfloat>)
+            if (matrix::available()) matrix::release();
+#endif
     }
 }
 

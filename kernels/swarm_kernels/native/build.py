@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("kernels.cpp", "append.h", "attention.h", "logprob.h", "selection.h", "vectors.h")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-w", "-fPIC", "-shared")
+SOURCES = ("kernels.cpp", "append.h", "attention.h", "logprob.h", "matrix.h", "selection.h", "vectors.h")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-w", "-fPIC", "-shared")
 TIMEOUT_SECONDS = 300
 
 
@@ -21,11 +21,14 @@ class BuildError(RuntimeError):
     """The CPU kernels could not be compiled; the message says why."""
 
 
-def build() -> Path:
-    """The compiled library; compiles it unless this source, compiler and processor have one already. Raises BuildError."""
+def build(march: str = "native") -> Path:
+    """The compiled library; compiles it unless this source, compiler and processor have one already. Raises BuildError.
+
+    march: the compiler's name of the processor to compile for.
+    """
     compiler = find_compiler()
     folder = Path(__file__).parent
-    command = [compiler, *FLAGS, str(folder / "kernels.cpp"), *openmp_libraries(), "-Wl,--as-needed", "-fopenmp"]
+    command = [compiler, *FLAGS, f"-march={march}", str(folder / "kernels.cpp"), *openmp_libraries(), "-Wl,--as-needed", "-fopenmp"]
     target = cache_folder() / f"kernels-{_key(folder, command)}.so"
     if not target.exists():
         _compile(command, target)

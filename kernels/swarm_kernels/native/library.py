@@ -25,9 +25,9 @@ TASKS_A_THREAD = 4
 """Splits are added until every thread has this many (sequence, KV head, split) tasks, so that uneven lengths still balance."""
 
 
-def load_library() -> ctypes.CDLL:
+def load_library(march: str = "native") -> ctypes.CDLL:
     """Build if needed, load, and compare the argument structures of both sides. Raises BuildError."""
-    path = build()
+    path = build(march)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -48,8 +48,8 @@ class NativeKernels:
 
     name = "native"
 
-    def __init__(self) -> None:
-        self.library = load_library()
+    def __init__(self, march: str = "native") -> None:
+        self.library = load_library(march)
         self._step: DecodeStep | None = None
         self._arguments = DecodeArguments()
         self._scratch: tuple[Tensor, ...] = ()
