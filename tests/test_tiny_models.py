@@ -55,6 +55,7 @@ def test_together_they_take_less_than_ten_megabytes() -> None:
     assert sum(file.stat().st_size for file in HOME.rglob("*") if file.is_file()) < 10e6
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_solves_a_quarter_to_half_of_the_default_task(name: str) -> None:
     torch.manual_seed(0)
@@ -62,7 +63,7 @@ def test_sampling_solves_a_quarter_to_half_of_the_default_task(name: str) -> Non
     tokenizer = AutoTokenizer.from_pretrained(HOME / name)
     tokenizer.padding_side = "left"
     task = load_task("chain-sum")
-    asked = [task.problem(0, index, "eval") for index in range(400)]
+    asked = [task.problem(0, index, "eval") for index in range(256)]
     inputs = tokenizer([problem.prompt for problem in asked], return_tensors="pt", padding=True)
     with torch.no_grad():
         output = model.generate(
@@ -70,6 +71,6 @@ def test_sampling_solves_a_quarter_to_half_of_the_default_task(name: str) -> Non
         )
     texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     solved = sum(task.reward(problem, text).correct for problem, text in zip(asked, texts, strict=True)) / len(asked)
-    # The bounds of the claim, widened by two standard errors of 400 samples.
-    assert 0.25 - 0.045 < solved < 0.50 + 0.05
+    # The bounds of the claim, widened by two standard errors of 256 samples.
+    assert 0.25 - 0.055 < solved < 0.50 + 0.065
     assert 1.5 * min(map(len, texts)) < max(map(len, texts))
