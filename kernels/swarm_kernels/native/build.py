@@ -14,7 +14,7 @@ import torch
 
 SOURCES = ("kernels.cpp", "append.h", "attention.h", "logprob.h", "matrix.h", "selection.h", "vectors.h")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-w", "-fPIC", "-shared")
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 900
 
 
 class BuildError(RuntimeError):
