@@ -51,7 +51,7 @@ class RunOptions(Options):
     """Problems of an evaluation."""
     eval_samples: int = Field(4, ge=1, le=4096)
     """Completions sampled for each of them."""
-    eval_temperature: float = Field(1.0, gt=0, le=4)
+    eval_temperature: float = Field(1.0, ge=0.05, le=4)
     """Sampling temperature of evaluations."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything this node draws: rollout noise, control, the pool. Same seed, same run."""

@@ -127,6 +127,8 @@ def test_float16_errs_at_most_half_a_percent_of_a_ratio_above_minus_eight() -> N
         ({"fingerprint": "00"}, "fingerprint has 1 bytes"),
         ({"prompt_hash": b"short"}, "prompt hash has 5 bytes"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": 1e-12}, "temperature is 1e-12, allowed 0.05 to 16.0"),
+        ({"temperature": 0.0499}, "temperature is 0.0499"),
         ({"sequence": -1}, "sequence is -1"),
         ({"model": "x" * 129}, "model has 129 bytes, limit 128"),
         ({"group_size": 3}, "completions is 4"),

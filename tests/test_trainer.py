@@ -11,6 +11,7 @@ import torch
 from learning_groups import scored_group
 from peft import LoraConfig, get_peft_model
 from swarm_protocols.group import Finish
+from swarm_protocols.limits import DEFAULT_LIMITS
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -143,6 +144,19 @@ def test_theta_is_taken_at_each_groups_own_temperature(monkeypatch) -> None:
     assert_close(gradient_of_step(options, hot, monkeypatch), expected)
     cold = gradient_of_step(options, [scored_group([1.0, 0.0], temperature=1.0)], monkeypatch)
     assert not torch.allclose(cold["lm_head.weight"], expected["lm_head.weight"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("temperature", [DEFAULT_LIMITS.temperature_min, DEFAULT_LIMITS.temperature])
+def test_the_most_extreme_temperatures_that_peers_may_declare_leave_the_gradient_finite(temperature) -> None:
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(200)  # logits of some tens, as trained models have
+    extreme = scored_group([1.0, 0.0], [5, 5], index=1, sender="peer", own=False, temperature=temperature, logprob=-0.1)
+    report = Trainer(policy, LearningOptions(filter="none")).step([scored_group([1.0, 0.0]), extreme])
+    assert report.stepped
+    assert report.foreign_groups == 1
+    assert 0 < report.grad_norm < 1e5
+    assert all(parameter.isfinite().all() for parameter in policy.trainable().values())
 
 
 def test_learning_makes_the_rewarded_completion_likelier() -> None:

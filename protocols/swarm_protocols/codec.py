@@ -206,8 +206,9 @@ def _read_header(fields: Fields, size: int, limits: Limits) -> Header:
         temperature=fields.real("temperature"),
         group_size=fields.natural("group size", low=limits.completions_min, high=limits.completions, over=Reason.TOO_LARGE),
     )
-    if not 0 < policy.temperature <= limits.temperature:
-        raise Rejected(Reason.BAD_SCHEMA, f"temperature is {policy.temperature}, allowed above 0 up to {limits.temperature}")
+    if not limits.temperature_min <= policy.temperature <= limits.temperature:
+        allowed = f"{limits.temperature_min} to {limits.temperature}"
+        raise Rejected(Reason.BAD_SCHEMA, f"temperature is {policy.temperature}, allowed {allowed}")
     created_at = fields.real("created at")
     sequence = fields.natural("sequence")
     completions = fields.natural("completions", low=limits.completions_min, high=policy.group_size)

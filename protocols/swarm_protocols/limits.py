@@ -30,6 +30,8 @@ class Limits:
     wants: int = 16
     """Entries of a greeting's list of wants."""
     temperature: float = 16.0
+    temperature_min: float = 0.05
+    """Logits are divided by the temperature: near 0 the gradient of a receiver's log-probs overflows."""
 
     @property
     def message_bytes(self) -> int:

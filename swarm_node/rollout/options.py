@@ -18,7 +18,7 @@ class RolloutOptions(Options):
     """Groups sampled in one step."""
     max_new_tokens: int = Field(192, ge=1, le=32768)
     """Token limit of a completion; one that reaches it finishes as `length`."""
-    temperature: float = Field(1.0, gt=0, le=4)
-    """Sampling temperature; log-probs describe the tempered distribution."""
+    temperature: float = Field(1.0, ge=0.05, le=4)
+    """Sampling temperature; log-probs describe the tempered distribution. Peers refuse groups below 0.05."""
     max_batch: int = Field(128, ge=1)
     """Completions decoded together at most; larger steps are sampled in several batches."""
