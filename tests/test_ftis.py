@@ -437,3 +437,21 @@ def test_extreme_log_ratios_stay_finite_in_float32() -> None:
         assert result.loss.isfinite()
         assert gradient.isfinite().all()
         assert math.isfinite(result.metrics.approx_kl_sum)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_is_never_negative_however_far_the_policy_is(dtype) -> None:
+    apart = torch.tensor([0.0, 1.0, 20.0, 25.0, 6e8, 1e30], dtype=dtype)
+    forth = kl_estimates(-apart, torch.zeros_like(apart), "k3")
+    assert forth.tolist() == pytest.approx([0, math.e - 2, *[math.exp(20) - 21] * 4], rel=1e-6)
+    back = kl_estimates(torch.zeros_like(apart[:5]), -apart[:5], "k3")
+    assert back.tolist() == pytest.approx([0, 1 / math.e, 19, 24, 6e8], rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_completion_far_beyond_float32_is_filtered_and_an_infinite_one_dropped_under_every_estimator(estimator) -> None:
+    theta = torch.tensor([-1e9, -1e9, -math.inf, -1.0, -1.0, math.nan, -1.0])
+    gen = torch.tensor([-1.0, -1.0, -1.0, -math.inf, -1.0, -1.0, -1.0])
+    lengths, advantages = torch.ones(7, dtype=torch.long), torch.tensor([-0.5, 0.5, 0.5, 0.5, 0.5, 0.5, -0.5])
+    keep = keep_mask(theta, gen, lengths, advantages, LearningOptions(kl_estimator=estimator))
+    assert keep.tolist() == [False, True, False, False, True, False, True]

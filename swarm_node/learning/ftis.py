@@ -74,7 +74,9 @@ def kl_estimates(theta: Tensor, gen: Tensor, estimator: Estimator) -> Tensor:
         return x
     if estimator == "k2":
         return x.square() / 2
-    return _exp(x) - x - 1
+    # Bounded as a whole and not only in its exponential, or -x would outgrow it. What is not finite stays so, for `keep_mask` to drop.
+    bounded = x.clamp(max=EXPONENT_LIMIT)
+    return torch.where(x.isfinite(), _exp(bounded) - bounded - 1, x.abs())
 
 
 @torch.no_grad()
