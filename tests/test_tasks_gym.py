@@ -326,3 +326,18 @@ def test_other_forms_of_a_right_answer_are_still_scored() -> None:
     matrix = load_gym("spiral_matrix")
     problem = matrix.problem(0, 0)
     assert answer(matrix, problem, [int(number) for number in problem.answer["answer"].split()]) == (0.1, False)
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("division by zero"), RecursionError("too deep"), KeyError("x"), RuntimeError("no draw")]
+)
+def test_a_dataset_that_fails_to_generate_is_an_error_of_the_task(sums: Gym, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    class Failing:
+        def __getitem__(self, number: int) -> object:
+            raise error
+
+    monkeypatch.setattr(sums, "_dataset", Failing())
+    state = random.getstate()
+    with pytest.raises(TaskError, match="chain_sum.* failed to generate entry .*" + type(error).__name__):
+        sums.problem(1, 2)
+    assert random.getstate() == state

@@ -74,7 +74,7 @@ class Gym(Task):
         """The problem at `index`; `answer` is the dataset's whole entry, which its scorer needs.
 
         Raises:
-            TaskError: the split is `ood`, or no question falls into it.
+            TaskError: the split is `ood`, no question falls into it, or the dataset fails.
         """
         if split == "ood":
             raise TaskError(f"{self.name} has no ood split: evaluate on harder options of {self._dataset_name} instead")
@@ -105,10 +105,13 @@ class Gym(Task):
 
     def _generate(self, number: int) -> dict[str, Any]:
         """Entry `number` of the dataset, in [0, 2**32)."""
-        with _own_randomness(number):
-            if self._dataset_name in _DRAWN_AT_CONSTRUCTION:
-                return self._create(number, 1)[0]
-            return self._dataset[number]
+        try:
+            with _own_randomness(number):
+                if self._dataset_name in _DRAWN_AT_CONSTRUCTION:
+                    return self._create(number, 1)[0]
+                return self._dataset[number]
+        except Exception as error:  # a hundred generators of others; peers name problems, and may name one at which a generator fails
+            raise TaskError(f"{self.name} failed to generate entry {number}: {error!r}. Choose other options") from error
 
     def _create(self, seed: int, size: int) -> Any:
         from reasoning_gym import create_dataset
