@@ -106,9 +106,24 @@ def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
 def test_refused_groups_count_against_the_quota() -> None:
     admission = cheap(groups_per_minute=3)
     admission.admit("alice", body_of(1))
-    assert reason_of(admission.admit, "alice", body_of(1)) == Reason.DUPLICATE
-    assert reason_of(admission.admit, "alice", body_of(1)) == Reason.DUPLICATE
-    assert reason_of(admission.admit, "alice", body_of(1)) == Reason.OVER_QUOTA
+    assert reason_of(admission.admit, "alice", body_of(2, task="gsm8k")) == Reason.UNKNOWN_TASK
+    assert reason_of(admission.admit, "alice", body_of(3, task="gsm8k")) == Reason.UNKNOWN_TASK
+    assert reason_of(admission.admit, "alice", body_of(4)) == Reason.OVER_QUOTA
+
+
+def test_who_repeats_a_senders_old_messages_does_not_spend_the_senders_quota() -> None:
+    admission = cheap(groups_per_minute=8, reorder_window=4, digests_per_sender=2)
+    for number in range(1, 7):
+        admission.admit("alice", body_of(number))
+    for _ in range(10):
+        assert [reason_of(admission.admit, "alice", body_of(number)) for number in (1, 3, 6)] == [
+            Reason.REPLAY,  # below the window
+            Reason.REPLAY,  # in it; its digest is forgotten
+            Reason.DUPLICATE,
+        ]
+    admission.admit("alice", body_of(7))
+    admission.admit("alice", body_of(8))
+    assert reason_of(admission.admit, "alice", body_of(9)) == Reason.OVER_QUOTA
 
 
 def test_the_same_body_is_a_duplicate_from_whomever() -> None:

@@ -64,9 +64,10 @@ class CheapAdmission:
         self._seen = SeenDigests(options.digests, options.digests_per_sender, options.senders)
         history = History(options)
         self._checks: tuple[Check, ...] = (
-            QuotaCheck(self._quota),
+            # Before the quota: anyone may repeat a sender's old messages, and must not be able to spend what the sender has left.
             DuplicateCheck(self._seen),
             ReplayCheck(history),
+            QuotaCheck(self._quota),
             StalenessCheck(history, options.staleness_steps),
             TaskCheck(tasks),
             AssignmentCheck(assigned),
@@ -101,7 +102,7 @@ class CheapAdmission:
         """Judge a group's body, inline or pulled; it is remembered if it passes.
 
         Raises:
-            Rejected: `too_large`, `bad_encoding`, `unsupported_version`, `bad_schema`, `over_quota`, `duplicate`, `replay`, `stale`,
+            Rejected: `too_large`, `bad_encoding`, `unsupported_version`, `bad_schema`, `duplicate`, `replay`, `over_quota`, `stale`,
                 `unknown_task` or `not_assigned`; already counted.
         """
         try:

@@ -44,7 +44,7 @@ class Check:
 
 
 class QuotaCheck(Check):
-    """`over_quota`: charged for whatever is well-formed, admitted or not."""
+    """`over_quota`: charged for whatever is well-formed and new, admitted or not."""
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
