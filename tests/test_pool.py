@@ -70,6 +70,23 @@ def test_one_peer_fills_at_most_its_share_but_always_one_place() -> None:
     assert len(filled(PoolOptions(peer_share=0.01), *groups).draw(0)) == 4 + 1
 
 
+def test_foreign_tokens_are_bounded_and_what_does_not_fit_waits() -> None:
+    options = MANY.model_copy(update={"foreign_tokens_per_step": 100})
+    pool = filled(options, foreign("a", 0, length=20), foreign("a", 1, length=51), foreign("b", 0, length=25), foreign("b", 1, length=6))
+    # With two completions each: a/1 has 102 tokens, which never fit, and b/1, a/0 and b/0 have 12, 40 and 50.
+    assert names(pool.draw(0)) == ["b/1", "a/0"]
+    assert names(pool.draw(1)) == ["b/0"]
+    assert pool.report().peers == {"a": 1}
+
+
+def test_a_replaced_foreign_group_gives_its_tokens_back() -> None:
+    options = MANY.model_copy(update={"foreign_tokens_per_step": 10, "foreign_per_step": 1})
+    pool = filled(options, *(foreign("a", i, length=5) for i in range(3)))
+    first = pool.draw(0)
+    assert names(first) == ["a/2"]
+    assert names(pool.replace(0, first)) == ["a/1"]
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     counts=st.dictionaries(st.sampled_from("abcde"), st.integers(1, 12), max_size=5),

@@ -110,5 +110,7 @@ class PoolOptions(Options):
     the limit."""
     foreign_per_step: int = Field(16, ge=0)
     """Foreign groups in one step at most."""
+    foreign_tokens_per_step: int = Field(65_536, ge=0)
+    """Completion tokens of foreign groups in one step at most: groups of very long answers must not keep a node busy for minutes."""
     peer_share: float = Field(0.5, gt=0, le=1)
     """Largest fraction of a step's foreign groups that one peer may fill, but always one group."""

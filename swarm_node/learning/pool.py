@@ -80,6 +80,7 @@ class Pool:
         self._groups: list[ScoredGroup] = []  # in order of arrival
         self._tallies = {name: Tally() for name in ("used", "too_old", "too_many")}
         self._foreign_drawn: Counter[str] = Counter()  # by peer, in the step of the last draw
+        self._foreign_tokens = 0  # of those
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -103,6 +104,7 @@ class Pool:
         for group in own:
             self._drop(group, "used")
         self._foreign_drawn.clear()
+        self._foreign_tokens = 0
         return own + self._draw_foreign(step, self._foreign_slots(len(own)))
 
     def draw_parts(self, step: int) -> list[ScoredGroup]:
@@ -127,6 +129,7 @@ class Pool:
         freed = Counter(group.sender for group in useless if not group.own)
         slots = sum(self._foreign_drawn.values())
         self._foreign_drawn -= freed
+        self._foreign_tokens -= sum(group.group.tokens for group in useless if not group.own)
         return self._draw_foreign(step, slots)
 
     def report(self) -> PoolReport:
@@ -186,6 +189,7 @@ class Pool:
             for name, tally in state.metadata["tallies"].items()
         }
         self._foreign_drawn.clear()
+        self._foreign_tokens = 0
 
     def _forget_old(self, step: int) -> None:
         for group in [held for held in self._groups if step - held.arrived_step > self.options.max_age_steps]:
@@ -199,7 +203,8 @@ class Pool:
         return min(self.options.foreign_per_step, math.floor(own * share / (1 - share) + 1e-9))
 
     def _draw_foreign(self, step: int, slots: int) -> list[ScoredGroup]:
-        """Fill up to `slots` foreign places of the step, counting those already filled."""
+        """Fill up to `slots` foreign places of the step, counting those already filled. A group that has more tokens than the step has
+        left waits, and the peer's next one is looked at."""
         peer_cap = max(1, math.floor(slots * self.options.peer_share + 1e-9))
         waiting: dict[str, list[ScoredGroup]] = {}
         for held in self._groups:
@@ -215,11 +220,14 @@ class Pool:
             peer = peers.pop(0)
             if not waiting[peer] or self._foreign_drawn[peer] >= peer_cap:
                 continue
+            peers.append(peer)
             group = waiting[peer].pop()
+            if self._foreign_tokens + group.group.tokens > self.options.foreign_tokens_per_step:
+                continue
             self._drop(group, "used")
             self._foreign_drawn[peer] += 1
+            self._foreign_tokens += group.group.tokens
             drawn.append(group)
-            peers.append(peer)
         return drawn
 
     def _most_crowded(self) -> ScoredGroup:
