@@ -243,6 +243,19 @@ def test_a_reference_that_names_no_problem_is_unknown(error: Exception) -> None:
     assert reason_of(admission.admit, "alice", body_of(1)) == Reason.UNKNOWN_TASK
 
 
+def test_a_completion_longer_than_the_node_can_learn_from_is_too_large() -> None:
+    def bounded(max_tokens: int) -> FullAdmission:
+        return FullAdmission(prompt_tokens=lambda ref: PROMPT, vocab_size=VOCAB, stop_ids={STOP, 0}, max_tokens=max_tokens)
+
+    longest = len(PROMPT) + 40
+    bounded(longest).admit("alice", encode_group(sample_group()))
+    admission = bounded(longest - 1)
+    with pytest.raises(Rejected, match=f"completion 3 has 40 tokens after a prompt of {len(PROMPT)}, limit {longest - 1}") as caught:
+        admission.admit("alice", encode_group(sample_group()))
+    assert caught.value.reason == Reason.TOO_LARGE
+    assert admission.rejections == {"too_large": 1}
+
+
 def with_completion(tokens: list[int], finish: Finish) -> bytes:
     odd = Completion(np.array(tokens, np.int32), np.linspace(-1, -0.5, len(tokens), dtype=np.float32), finish)
     return encode_group(sample_group((3, 3), completions=(sample_completion(9), odd)))

@@ -30,7 +30,7 @@ from swarm_node.network.cheap_checks import (
     StalenessCheck,
     TaskCheck,
 )
-from swarm_node.network.full_checks import CopyCheck, LogprobCheck, PromptCheck, TokenCheck
+from swarm_node.network.full_checks import CopyCheck, LengthCheck, LogprobCheck, PromptCheck, TokenCheck
 from swarm_node.network.quota import Quota
 from swarm_node.network.recent import SeenDigests
 
@@ -149,6 +149,7 @@ class FullAdmission:
         prompt_tokens: Callable[[ProblemRef], NDArray[np.int32]],
         vocab_size: int,
         stop_ids: Collection[int],
+        max_tokens: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         """
@@ -156,11 +157,13 @@ class FullAdmission:
             prompt_tokens: token ids (P,) of the prompt that a reference names; raises ValueError or LookupError where it names none.
             vocab_size: of the model's logits.
             stop_ids: tokens that end a completion.
+            max_tokens: of prompt and completion together that this node can learn from; None for no bound.
         """
         options = options or AdmissionOptions()
         self._limits = limits
         self._rejections: Counter[str] = Counter()
         self._prompts = PromptCheck(prompt_tokens)
+        self._lengths = LengthCheck(max_tokens)
         self._tokens = TokenCheck(vocab_size, stop_ids)
         self._logprobs = LogprobCheck(vocab_size)
         self._copies = CopyCheck(options.completions)
@@ -174,12 +177,13 @@ class FullAdmission:
         """The group and its prompt's token ids, shape (P,).
 
         Raises:
-            Rejected: what decoding raises, `unknown_task`, `prompt_mismatch`, `bad_tokens`, `bad_logprobs`, `copied` or `duplicate`;
-                already counted.
+            Rejected: what decoding raises, `unknown_task`, `prompt_mismatch`, `too_large`, `bad_tokens`, `bad_logprobs`, `copied` or
+                `duplicate`; already counted.
         """
         try:
             group = decode_group(body, self._limits)
             prompt = self._prompts.check(group)
+            self._lengths.check(group, len(prompt))
             self._tokens.check(group)
             self._logprobs.check(group)
             self._copies.check(sender, group)

@@ -71,6 +71,23 @@ class TokenCheck:
             raise Rejected(Reason.BAD_TOKENS, f"completion {number} finished as {completion.finish.name.lower()} with token {last}")
 
 
+class LengthCheck:
+    """`too_large`: prompt and completion together are more than this node can learn from. No bound where `max_tokens` is None."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self._max_tokens = max_tokens
+
+    def check(self, group: Group, prompt_tokens: int) -> None:
+        if self._max_tokens is None:
+            return
+        for number, completion in enumerate(group.completions):
+            if prompt_tokens + len(completion) > self._max_tokens:
+                raise Rejected(
+                    Reason.TOO_LARGE,
+                    f"completion {number} has {len(completion)} tokens after a prompt of {prompt_tokens}, limit {self._max_tokens} in all",
+                )
+
+
 class LogprobCheck:
     """`bad_logprobs`: finite, not positive, not constant, and such as sampling from some distribution over this vocabulary gives."""
 
