@@ -309,11 +309,47 @@ def test_a_gradient_that_was_half_accumulated_when_memory_ran_out_does_not_count
     assert asked[:2] == [24, 21]
 
 
-def test_when_one_completion_does_not_fit_the_error_says_what_to_do(monkeypatch) -> None:
+@pytest.mark.parametrize("inner_steps", [1, 2])
+def test_a_foreign_completion_that_does_not_fit_costs_its_group_and_not_the_node(inner_steps, monkeypatch) -> None:
+    options = LearningOptions(inner_steps=inner_steps, learning_rate=1e-3, warmup_steps=0)
+    mine = some_groups()[0]  # at most 10 tokens with the prompt
+    giant = scored_group([1.0, 0.0], [2, 30], index=7, sender="peer", own=False, logprob=-2.5)
+    alone, beside = tiny_policy(), tiny_policy()
+    Trainer(alone, options).step([mine])
+    fail(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), above=30)
+    report = Trainer(beside, options).step([giant, mine])
+    assert report.stepped
+    assert report.dropped_for_memory == 1
+    assert report.tokens == inner_steps * (4 + 7 + 2)
+    assert_close(weights_of(beside), weights_of(alone))
+
+
+def test_memory_that_runs_out_in_a_later_inner_step_costs_the_foreign_group_as_well(monkeypatch) -> None:
+    trainer = Trainer(tiny_policy(), LearningOptions(inner_steps=2, tokens_per_micro_batch=1))
+    asked = fail(monkeypatch, MemoryError(), calls=[6])
+    report = trainer.step(some_groups())  # 5 completions, the longest foreign
+    assert (trainer.steps, report.dropped_for_memory, report.memory_retries) == (2, 1, 1)
+    assert report.tokens == 23 + 13
+    assert asked[5:] == [12, 10, 7, 5]
+
+
+def test_a_step_of_foreign_groups_that_do_not_fit_is_skipped_and_the_next_one_taken(monkeypatch) -> None:
+    policy = tiny_policy()
+    trainer, before = Trainer(policy, LearningOptions()), weights_of(policy)
+    fail(monkeypatch, MemoryError(), above=20)
+    report = trainer.step([scored_group([1.0, 0.0], [20, 30], sender="peer", own=False)])
+    assert not report.stepped
+    assert "out of memory" in report.skipped
+    assert report.dropped_for_memory == 1
+    assert_same_bits(weights_of(policy), before)
+    assert trainer.step(some_groups(1)).stepped
+
+
+def test_when_one_own_completion_does_not_fit_the_error_says_what_to_do(monkeypatch) -> None:
     trainer = Trainer(tiny_policy(), LearningOptions())
     fail(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), above=5)
-    with pytest.raises(OutOfMemory, match=r"one completion of 12 tokens.*lower max_new_tokens"):
-        trainer.step(some_groups())
+    with pytest.raises(OutOfMemory, match=r"one completion of 10 tokens.*lower max_new_tokens"):
+        trainer.step(some_groups())  # after the foreign group, which has one of 12
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch) -> None:

@@ -37,7 +37,9 @@ class StepReport:
     """Over the completions of peers alone."""
     micro_batches: int = 0
     memory_retries: int = 0
-    """How often the step was redone with smaller micro-batches because memory ran out."""
+    """How often the step was redone, in smaller micro-batches or without a foreign group, because memory ran out."""
+    dropped_for_memory: int = 0
+    """Groups that were left out because memory did not suffice for one foreign completion of theirs."""
     tokens: int = 0
     """Completion tokens that were learned from, once for each inner step."""
     seconds: float = 0.0

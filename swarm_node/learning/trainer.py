@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +45,7 @@ def default_learning_rate(policy: LearnablePolicy) -> float:
 
 
 class OutOfMemory(RuntimeError):
-    """Memory does not suffice for a single completion."""
+    """Memory does not suffice for a single completion that this node made."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class _Pass:
     rows: RowStatistics
     own: Tensor
     """bool (C,): which rows are own."""
-    theta: list[Tensor]
+    theta: dict[Sample, Tensor]
     """Detached log-probs by sample, on the CPU."""
     micro_batches: int
 
@@ -87,7 +89,7 @@ class Trainer:
             before_update: called right before each change of the weights; until its first call the step can be abandoned by an exception.
 
         Raises:
-            OutOfMemory: not even one completion at a time fits.
+            OutOfMemory: not even one completion at a time fits, and it is an own one. The group of a foreign one is left out.
         """
         started = time.perf_counter()
         batch = prepare(groups, self.options)
@@ -102,12 +104,17 @@ class Trainer:
         )
         if not batch.samples:
             return replace(report, skipped=_nothing_to_learn(len(groups), batch), seconds=time.perf_counter() - started)
-        old: list[Tensor] | None = None
+        old: dict[Sample, Tensor] | None = None
+        groups_before = len(batch.group_sizes)
         retries = tokens = 0
         for _ in range(self.options.inner_steps):
-            done, retried = self._accumulate_within_memory(batch, old)
-            old = old or done.theta
+            done, batch, retried = self._accumulate_within_memory(batch, old)
             retries += retried
+            report = replace(report, memory_retries=retries, dropped_for_memory=groups_before - len(batch.group_sizes))
+            if done is None:
+                skipped = "out of memory: not one completion of any group fits, and all are foreign"
+                break
+            old = old or done.theta
             metrics = summarise(done.rows)
             tokens += metrics.tokens
             report = replace(
@@ -116,7 +123,6 @@ class Trainer:
                 metrics=metrics,
                 foreign_metrics=summarise(done.rows.select(~done.own)),
                 micro_batches=done.micro_batches,
-                memory_retries=retries,
                 tokens=tokens,
             )
             skipped, norm, rate = self._update(metrics, before_update)
@@ -128,7 +134,11 @@ class Trainer:
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The optimiser as float32 tensors by name, and JSON scalars. The weights themselves are the policy's to save."""
-        return self._optimiser.state_dict(), {"steps": self.steps, "tokens_per_micro_batch": self._budget}
+        return self._optimiser.state_dict(), self.scalars()
+
+    def scalars(self) -> dict[str, Any]:
+        """The JSON part of `state_dict`, without copying a tensor."""
+        return {"steps": self.steps, "tokens_per_micro_batch": self._budget}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, to the bit, once the policy's weights are loaded.
@@ -153,12 +163,16 @@ class Trainer:
         self.steps += 1
         return "", norm, rate
 
-    def _accumulate_within_memory(self, batch: Batch, old: list[Tensor] | None) -> tuple[_Pass, int]:
-        """`_accumulate`, redone from the start with half the micro-batch whenever memory runs out; the gradient is the same."""
+    def _accumulate_within_memory(self, batch: Batch, old: Mapping[Sample, Tensor] | None) -> tuple[_Pass | None, Batch, int]:
+        """`_accumulate`, redone from the start with half the micro-batch whenever memory runs out; the gradient is the same.
+
+        Where one foreign completion alone is too much, its group leaves the batch: a peer must not be able to end this node. Returns
+        the pass (None when no group is left), the batch that it was over, and how often memory ran out.
+        """
         retries = 0
-        while True:
+        while batch.samples:
             try:
-                return self._accumulate(batch, old), retries
+                return self._accumulate(batch, old), batch, retries
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -167,17 +181,22 @@ class Trainer:
             self._optimiser.clear()
             if self._policy.device.type == "cuda":
                 torch.cuda.empty_cache()
+            retries += 1
             lengths = [len(sample) for sample in batch.samples]
             largest = max(len(rows) * max(lengths[row] for row in rows) for rows in micro_batches(lengths, self._budget))
-            if largest <= max(lengths):
+            if largest > max(lengths):
+                self._budget = largest // 2
+                continue
+            longest = max(range(len(lengths)), key=lambda row: (lengths[row], not batch.samples[row].own))
+            if batch.samples[longest].own:
                 raise OutOfMemory(
-                    f"out of memory with one completion of {max(lengths)} tokens (prompt included) at a time: "
+                    f"out of memory with one completion of {lengths[longest]} tokens (prompt included) at a time: "
                     f"lower max_new_tokens, choose a smaller model, or train with LoRA ({reason})"
                 )
-            self._budget = largest // 2
-            retries += 1
+            batch = _without_group_of(batch, longest)
+        return None, batch, retries
 
-    def _accumulate(self, batch: Batch, old: list[Tensor] | None) -> _Pass:
+    def _accumulate(self, batch: Batch, old: Mapping[Sample, Tensor] | None) -> _Pass:
         self._optimiser.clear()
         samples = batch.samples
         parts = micro_batches([len(sample) for sample in samples], self._budget)
@@ -194,22 +213,21 @@ class Trainer:
         weights = completion_weights(lengths, sizes, self.options, keep, batch.counted_groups)
         losses: list[float] = []
         statistics: list[RowStatistics] = []
-        theta_of: list[Tensor] = [torch.empty(0)] * len(samples)
+        theta_of: dict[Sample, Tensor] = {}
         for rows in parts:
             chosen = [samples[row] for row in rows]
             theta = self._theta(chosen)
             seen = theta.detach()
             truncated, gen, counts, advantages = _columns(chosen)
             mask = keep[rows] if self.options.normalizer == "kept" else keep_mask(seen, gen, counts, advantages, self.options, truncated)
-            start = seen if old is None else torch.cat([old[row] for row in rows])
+            start = seen if old is None else torch.cat([old[sample] for sample in chosen])
             if mask.any():
                 loss = partial_loss(theta, gen, start, counts, advantages, weights[rows], mask, self.options)
                 loss.backward()
                 losses.append(float(loss.detach()))
                 self._optimiser.collect()
             statistics.append(row_statistics(seen, gen, start, counts, advantages, mask, self.options))
-            for row, part in zip(rows, seen.split(counts.tolist()), strict=True):
-                theta_of[row] = part
+            theta_of.update(zip(chosen, seen.split(counts.tolist()), strict=True))
         order = [row for rows in parts for row in rows]
         return _Pass(
             loss=math.fsum(losses),
@@ -234,6 +252,19 @@ def _columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         torch.cat([sample.gen for sample in samples]),
         torch.tensor([len(sample.completion) for sample in samples]),
         torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+    )
+
+
+def _without_group_of(batch: Batch, row: int) -> Batch:
+    """The batch as if the group that sample `row` belongs to had never arrived."""
+    ends = list(accumulate(batch.group_sizes))
+    number = bisect_right(ends, row)
+    end = ends[number]
+    return replace(
+        batch,
+        samples=batch.samples[: end - batch.group_sizes[number]] + batch.samples[end:],
+        group_sizes=batch.group_sizes[:number] + batch.group_sizes[number + 1 :],
+        counted_groups=batch.counted_groups - 1,
     )
 
 
