@@ -185,8 +185,8 @@ def main() -> int:
         console.print(f"no preset {arguments.preset!r}: choose {known}, or give a TOML file")
         return 2
     preset = tomllib.loads(path.read_text(encoding="utf-8"))
-    if "pull" in preset:
-        subprocess.run([*SWARM_NODE, "model", "pull", preset["pull"]], check=True)
+    if "pull" in preset and subprocess.run([*SWARM_NODE, "model", "pull", preset["pull"]], check=False).returncode:
+        return 2
 
     folder = arguments.runs / time.strftime("%Y%m%d-%H%M%S")
     nodes = lay_out(preset, folder)
@@ -197,14 +197,17 @@ def main() -> int:
 
     began = time.monotonic()
     stopped = False
-    for node in nodes:
-        node.start()
+    # The nodes are in sessions of their own: whatever ends this script must end them too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        for node in nodes:
+            node.start()
         well = watch(nodes, began)
     except KeyboardInterrupt:
         console.print("stopping: every node writes a checkpoint")
-        stop(nodes)
         well, stopped = True, True
+    finally:
+        stop(nodes)
 
     summaries = [node.summary() for node in nodes]
     seconds = round(time.monotonic() - began, 1)

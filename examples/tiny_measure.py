@@ -55,7 +55,7 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: 
         inputs = tokenizer(
             [problem.prompt for problem in asked[start : start + 512]], return_tensors="pt", padding=True, return_token_type_ids=False
         )
-        outputs = model.generate(**inputs, max_new_tokens=LIMIT, do_sample=not greedy, top_k=0, top_p=1.0, temperature=1.0)
+        outputs = model.generate(**inputs, max_new_tokens=LIMIT, **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}))
         for row in outputs[:, inputs.input_ids.shape[1] :].tolist():
             stop = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
             done.append(row[:stop])

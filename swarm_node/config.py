@@ -157,6 +157,18 @@ def load_config(file: Path | None = None, settings: Sequence[Setting] = ()) -> L
         raise ConfigError("\n".join(problems)) from None
 
 
+def make_config(values: Mapping[str, Any]) -> Config:
+    """A configuration from tables, without any file.
+
+    Raises:
+        ConfigError: an unknown key, or a value outside its limits.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_problem(item, {}, "", None) for item in error.errors()))) from None
+
+
 def entries(loaded: Loaded) -> Iterator[Entry]:
     """Every option of every table, in the order of the schema."""
 

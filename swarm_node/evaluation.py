@@ -53,7 +53,7 @@ class Evaluation:
     tokens: int
     seconds: float
     per_problem: tuple[float, ...]
-    """Share of right answers of every problem, in order."""
+    """Share of right answers of every problem, in order; NaN where no completion could be graded."""
 
     def compare(self, base: Evaluation) -> tuple[float, float]:
         """Accuracy minus that of `base`, and the standard error of this difference, paired by problem.
@@ -64,7 +64,8 @@ class Evaluation:
         if (self.task, self.split, self.seed, self.problems) != (base.task, base.split, base.seed, base.problems):
             raise ValueError("evaluations of different problems cannot be compared by problem")
         differences = np.subtract(self.per_problem, base.per_problem)
-        return float(differences.mean()), _standard_error(differences)
+        graded = differences[~np.isnan(differences)]
+        return float(graded.mean()) if len(graded) else math.nan, _standard_error(graded)
 
     def row(self, step: int, time: float) -> EvalRow:
         """As a row of the metrics file, measured after `step` optimiser steps."""
@@ -103,8 +104,7 @@ def evaluate(
     Problems and noise follow from `seed` alone: two policies, or one before and after training, meet the same problems and the same
     random numbers, which makes their difference less noisy than either value. `progress` is called with the problems done so far.
 
-    Raises:
-        RewardError: no completion of a problem could be graded.
+    A problem of which no completion could be graded counts nowhere.
     """
     started = time.monotonic()
     accuracies: list[float] = []
@@ -128,11 +128,10 @@ def evaluate(
                     continue
                 right.append(reward.correct)
                 rewards.append(reward.value)
-            if not right:
-                raise RewardError(f"no completion of problem {problem.index} of {task.name} could be graded")
-            accuracies.append(float(np.mean(right)))
+            accuracies.append(float(np.mean(right)) if right else math.nan)
         if progress:
             progress(first + len(batch))
+    graded = np.array(accuracies)[~np.isnan(accuracies)]
     return Evaluation(
         task=task.name,
         split=split,
@@ -140,9 +139,9 @@ def evaluate(
         samples=samples,
         seed=seed,
         temperature=temperature,
-        accuracy=float(np.mean(accuracies)),
-        standard_error=_standard_error(np.array(accuracies)),
-        reward_mean=float(np.mean(rewards)),
+        accuracy=float(graded.mean()) if len(graded) else math.nan,
+        standard_error=_standard_error(graded),
+        reward_mean=float(np.mean(rewards)) if rewards else math.nan,
         length_mean=float(np.mean(lengths)),
         length_max=max(lengths),
         truncated_share=truncated / len(lengths),

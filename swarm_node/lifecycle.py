@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,14 @@ from swarm_node.network.identity import load_or_create
 from swarm_node.network.libp2p_gossip import Libp2pGossip
 from swarm_node.network.rules import AdmissionRules
 from swarm_node.network.swarm_id import swarm_id
-from swarm_node.node import Node
+from swarm_node.node import Node, check_resumable
 from swarm_node.observe.metrics import EventRow, MetricsWriter
 from swarm_node.observe.status import State, Status
 from swarm_node.observe.status_file import StatusFile
 from swarm_node.observe.stepline import step_line
-from swarm_node.policy.checkpoint import DiskFull, check_room, load_latest, save_checkpoint
+from swarm_node.policy.checkpoint import Checkpoint, DiskFull, check_room, load_latest, save_checkpoint
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy
 from swarm_node.tasks.base import Task
 from swarm_node.tasks.registry import load_task
@@ -38,7 +40,12 @@ FIRST_PEER_S = 15.0
 """How long a node that was told whom to join waits for the first peer before it trains alone; it keeps dialling."""
 
 
-def run(config: Config, say: Say = print) -> int:
+def say_now(line: str) -> None:
+    """Print a line at once, into a pipe too."""
+    print(line, flush=True)
+
+
+def run(config: Config, say: Say = say_now) -> int:
     """Run a node until its steps or minutes are over or it is told to stop; returns the exit code.
 
     Raises:
@@ -49,31 +56,49 @@ def run(config: Config, say: Say = print) -> int:
         try:
             with Home.open(config.home) as home:
                 task = load_task(config.task.name)
-                say(f"loading {config.model.name}")
-                policy = load_policy(config.model)
+                checkpoint = load_latest(home.checkpoints)
+                model = as_before(config.model, checkpoint)
+                say(f"loading {model.name}")
+                policy = load_policy(model)
+                if checkpoint is not None:
+                    check_resumable(checkpoint.state, policy)
                 check_room(home.checkpoints, checkpoint_bytes(policy))
-                Life(config, home, policy, task, interrupt, say).live()
+                Life(config, home, policy, task, checkpoint, interrupt, say).live()
         except Stopped:
             say("stopped")
         return 0
 
 
 def checkpoint_bytes(policy: Policy) -> int:
-    """What a checkpoint of this policy takes on disk, about: the weights, and AdamW's two float32 moments of each."""
-    return sum(parameter.numel() * (parameter.element_size() + 8) for parameter in policy.trainable().values())
+    """What a checkpoint of this policy takes on disk, about: the weights, AdamW's two float32 moments of each, and a float32 copy of
+    weights in half precision."""
+    return sum(
+        parameter.numel() * (parameter.element_size() + 8 + (4 if parameter.element_size() < 4 else 0))
+        for parameter in policy.trainable().values()
+    )
+
+
+def as_before(model: ModelOptions, checkpoint: Checkpoint | None) -> ModelOptions:
+    """The model options with every `auto` that a checkpoint has decided already: the same command goes on with the same model, however
+    much memory is free this time."""
+    if checkpoint is None:
+        return model
+    decided = {"name": checkpoint.state["model"], "dtype": checkpoint.state["dtype"]}
+    return model.model_copy(update={key: value for key, value in decided.items() if getattr(model, key) == "auto"})
 
 
 class Life:
     """Everything that a running node holds open, from the first file it writes to the last."""
 
-    def __init__(self, config: Config, home: Home, policy: Policy, task: Task, interrupt: Interrupt, say: Say) -> None:
-        """Load the checkpoint, if there is one, before anything is written.
+    def __init__(
+        self, config: Config, home: Home, policy: Policy, task: Task, checkpoint: Checkpoint | None, interrupt: Interrupt, say: Say
+    ) -> None:
+        """Open the network and take up the checkpoint, if there is one.
 
         Raises:
-            ValueError: the checkpoint belongs to another model.
+            ValueError: the checkpoint does not fit the configuration.
         """
         self.config, self.home, self.policy, self.interrupt, self.say = config, home, policy, interrupt, say
-        checkpoint = load_latest(home.checkpoints)
         self.identity = load_or_create(home.path)
         self.status = Status()
         self.gossip = self._open_network(task)
@@ -93,24 +118,34 @@ class Life:
         self.status_file = StatusFile(home.path, self.describe)
 
     def live(self) -> None:
-        """Train until the end; always leaves a checkpoint of the last complete step behind."""
+        """Train until the end; leaves a checkpoint of the last complete step behind, also when it is told to stop.
+
+        After an error it leaves the checkpoints as they are: the weights may be what went wrong.
+        """
+        sound = False
         try:
             self._introduce()
             if self.config.run.eval_every and self.node.steps == 0:
                 self._evaluate()
             self._find_peers()
-            while not self._done():
+            done = self._done()
+            while not done:
                 row = self.node.step(before_update=self.interrupt.hold)
                 self.metrics.write(row)
                 self.say(step_line(row))
                 if self._checkpoint_due():
                     self._checkpoint()
                 self.interrupt.release()
-                if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or self._done()):
+                done = self._done()
+                if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or done):
                     self._evaluate()
+            sound = True
+        except Stopped:
+            sound = True
+            raise
         finally:
             self.interrupt.hold()
-            self._leave()
+            self._leave(sound)
 
     # -- parts of a life ----------------------------------------------------------------------------------------------------------
 
@@ -121,8 +156,9 @@ class Life:
         addresses = self._wait_for_addresses()
         for address in addresses:
             self.say(f"others join with: swarm-node join --swarm {self.config.swarm} --peer {address}")
-        if self.resumed:
+        if self.metrics.found_rows:  # without a checkpoint too: steps of a node that was killed before its first one are taken again
             self.metrics.resume(self.node.steps, time.time())
+        if self.resumed:
             self.say(f"resumed at step {self.node.steps}")
         facts = {
             "node": self.home.path.name,
@@ -188,16 +224,19 @@ class Life:
             f"± {evaluation.standard_error:.3f} · length {evaluation.length_mean:.0f}"
         )
 
-    def _leave(self) -> None:
+    def _leave(self, sound: bool) -> None:
         self.status.enter(State.STOPPING)
+        # Processes take seconds to end, and so does a large checkpoint: both together stay below the ten seconds that a stop may take.
+        closing = threading.Thread(target=self.gossip.close, name="closing-network")
+        closing.start()
         try:
-            if self.saved_step != self.node.steps:
+            if sound and self.saved_step != self.node.steps:
                 self._checkpoint()
             if self.saved_step == self.node.steps:
                 self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
         finally:
             self.status.enter(State.STOPPING)
-            self.gossip.close()
+            closing.join()
             self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="stop"))
             self.metrics.close()
             self.status_file.close()

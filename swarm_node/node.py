@@ -6,9 +6,10 @@ the controller how long the completions were. A node that hears nobody takes the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from swarm_protocols.codec import decode_group, encode_group
 from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemRef, hash_prompt
+from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.reject import Rejected
 
 from swarm_node.config import Config
@@ -29,19 +31,24 @@ from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import split_one_reward
 from swarm_node.learning.trainer import Trainer
 from swarm_node.network.admission import FullAdmission
-from swarm_node.network.gossip import Gossip
+from swarm_node.network.gossip import Gossip, Received
 from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.reference import ReferenceEngine
-from swarm_node.tasks.assignment import EVERYBODY, assigned_index
-from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
+from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
+
+JUDGED_PER_PLACE = 4
+"""Groups of peers judged in a step for each place that a foreign group can have in its batch."""
+MAX_TRAINED_TOKENS = 8192
+"""Longest prompt with completion that is taken from a peer, unless this node samples longer ones itself."""
 
 
 class ResumeError(ValueError):
@@ -67,10 +74,52 @@ class Totals:
     groups_admitted: int = 0
     own_groups_used: int = 0
     foreign_groups_used: int = 0
+    groups_unread: int = 0
+    """Arrived faster than they could be learned from: dropped before they cost anything."""
     reward_errors: int = 0
     straggler_sum: float = 0.0
     """Discounted sum of the steps' straggler shares; with `straggler_weight`, the rate that is shown against the budget."""
     straggler_weight: float = 0.0
+
+
+def check_resumable(state: Mapping[str, Any], policy: Policy) -> None:
+    """Whether a checkpoint's state belongs to this policy.
+
+    Raises:
+        ResumeError: it was made by another model, or is in another version's format.
+    """
+    if state.get("version") != STATE_VERSION:
+        found = state.get("version")
+        raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
+    if (state["fingerprint"], state["lora"]) != (policy.fingerprint, policy.lora):
+        made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
+        here = f"{policy.name} ({'LoRA' if policy.lora else 'full'})"
+        raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
+
+
+def noise_seed(seed: int, peer_id: str) -> int:
+    """The seed of a node's rollout noise: nodes that were given one seed must not sample the same completions."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {peer_id}".encode()).digest()[:8], "little") >> 1
+
+
+def context_of(policy: Policy) -> int:
+    """Tokens that the policy's positions allow; without a limit of its own, as many as a group may have."""
+    config: Any = policy.model.config
+    return int(getattr(config, "max_position_embeddings", None) or DEFAULT_LIMITS.tokens_per_completion)
+
+
+def newest_of_each(arrived: Sequence[Received], limit: int) -> list[Received]:
+    """At most `limit` of the bodies that arrived, the newest first, one sender after the other: no flood crowds anybody out."""
+    waiting: dict[str, list[Received]] = {}
+    for received in arrived:
+        waiting.setdefault(received.sender, []).append(received)
+    chosen: list[Received] = []
+    while waiting and len(chosen) < limit:
+        for sender in list(waiting)[: limit - len(chosen)]:
+            chosen.append(waiting[sender].pop())
+            if not waiting[sender]:
+                del waiting[sender]
+    return chosen
 
 
 class Node:
@@ -100,12 +149,15 @@ class Node:
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
         self.trainer = Trainer(policy, config.learning)
+        self.context = context_of(policy)
         self.admission = FullAdmission(
             config.admission,
             prompt_tokens=lambda ref: self.prompt(self.problem(ref)),
             vocab_size=policy.vocab_size,
             stop_ids=policy.stop_ids,
+            max_tokens=min(self.context, max(MAX_TRAINED_TOKENS, 2 * config.rollout.max_new_tokens)),
         )
+        self._noise_seed = noise_seed(config.run.seed, peer_id)
         self.horizontal = config.learning.collaboration == "horizontal"
         self.totals = Totals()
         self.steps = 0
@@ -124,8 +176,7 @@ class Node:
         """
         began = time.perf_counter()
         self.status.enter(State.ROLLING_OUT, step=self.steps)
-        problems = self.next_problems()
-        prompts = [self.prompt(problem) for problem in problems]
+        problems, prompts = self.next_problems()
         features = [prompt_feature(problem.task, problem.level, len(prompt)) for problem, prompt in zip(problems, prompts, strict=True)]
         decision = self.controller.choose(features)
         sampled = self.sample(problems, prompts, decision)
@@ -156,12 +207,32 @@ class Node:
         self.gossip.progress(self.steps, self.policy.name)
         return self._row(sampled, observed, learned, len(admitted), time.perf_counter() - began)
 
-    def next_problems(self) -> list[Problem]:
+    def next_problems(self) -> tuple[list[Problem], list[NDArray[np.int32]]]:
         """This step's problems: assigned by peer id and step, so that nobody can pick easy ones; in horizontal collaboration by step."""
         seed = self.config.task.seed
         owner = EVERYBODY if self.horizontal else self.peer_id
-        slots = range(self.config.rollout.prompts_per_step)
-        return [self.task.problem(seed, assigned_index(owner, self.steps, slot, seed)) for slot in slots]
+        problems: list[Problem] = []
+        prompts: list[NDArray[np.int32]] = []
+        for slot in range(MAX_SLOTS):
+            try:
+                problem = self.task.problem(seed, assigned_index(owner, self.steps, slot, seed))
+            except TaskError as error:  # a data set may fail to make one problem; the next slot has another
+                log.warning("slot %d of step %d has no problem: %s", slot, self.steps, error)
+                continue
+            prompt = self.prompt(problem)
+            if len(prompt) + self.config.rollout.max_new_tokens > self.context:
+                log.warning("the prompt of slot %d has %d tokens and does not fit the context of %d", slot, len(prompt), self.context)
+                continue
+            problems.append(problem)
+            prompts.append(prompt)
+            if len(problems) == self.config.rollout.prompts_per_step:
+                break
+        if not problems:
+            raise TaskError(
+                f"none of {MAX_SLOTS} problems of {self.task.name} can be used with a context of {self.context} tokens: choose another "
+                f"task or model, or lower rollout.max_new_tokens = {self.config.rollout.max_new_tokens}"
+            )
+        return problems, prompts
 
     def sample(self, problems: Sequence[Problem], prompts: Sequence[NDArray[np.int32]], decision: Decision) -> Sampled:
         """Sample and score one group a problem."""
@@ -171,7 +242,7 @@ class Node:
         ]
         options = self.config.rollout
         rollout = self.engine.generate(
-            requests, seed=self.config.run.seed, temperature=options.temperature, max_new_tokens=options.max_new_tokens
+            requests, seed=self._noise_seed, temperature=options.temperature, max_new_tokens=options.max_new_tokens
         )
         groups: list[ScoredGroup] = []
         rewards: list[Reward] = []
@@ -179,7 +250,10 @@ class Node:
             group = self._group(problem, prompt, completions)
             scores = self.score(problem, completions)
             rewards += [score for score in scores if score is not None]
-            groups.append(self._scored(group, prompt, scores, self.peer_id, encode_group(group)))
+            body = encode_group(group)
+            if self.horizontal:  # parts wait in the pool, and must come back from a checkpoint as they went in
+                group = decode_group(body)
+            groups.append(self._scored(group, prompt, scores, self.peer_id, body))
         return Sampled(tuple(groups), tuple(rewards), rollout, decision)
 
     def publish(self, groups: Sequence[ScoredGroup]) -> None:
@@ -191,7 +265,10 @@ class Node:
     def take_in(self) -> list[ScoredGroup]:
         """Groups of peers that pass every check, scored here: no reward is ever taken from the wire."""
         admitted: list[ScoredGroup] = []
-        for received in self.gossip.drain():
+        arrived = self.gossip.drain()
+        chosen = newest_of_each(arrived, JUDGED_PER_PLACE * self.config.pool.foreign_per_step)
+        self.totals.groups_unread += len(arrived) - len(chosen)
+        for received in chosen:
             try:
                 group, prompt = self.admission.admit(received.sender, received.body)
             except Rejected as rejected:  # counted by admission
@@ -274,16 +351,16 @@ class Node:
 
     def _state(self) -> tuple[dict[str, Any], list[bytes]]:
         pool = self.pool.state()
-        _, trainer = self.trainer.state_dict()
         state = {
             "version": STATE_VERSION,
             "model": self.policy.name,
+            "dtype": str(self.policy.dtype).removeprefix("torch."),
             "fingerprint": self.policy.fingerprint,
             "lora": self.policy.lora,
             "task": self.task.name,
             "controller": self.controller.state(),
             "pool": pool.metadata,
-            "trainer": trainer,
+            "trainer": self.trainer.scalars(),
             "totals": asdict(self.totals),
         }
         return state, pool.bodies
@@ -294,16 +371,13 @@ class Node:
         Raises:
             ResumeError: it was made by another model or in another version's format.
         """
+        check_resumable(checkpoint.state, self.policy)
         state: dict[str, Any] = checkpoint.state
-        if state.get("version") != STATE_VERSION:
-            found = state.get("version")
-            raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
-        if (state["fingerprint"], state["lora"]) != (self.policy.fingerprint, self.policy.lora):
-            made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
-            here = f"{self.policy.name} ({'LoRA' if self.policy.lora else 'full'})"
-            raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
-        self.policy.load_weights(checkpoint.weights)
-        self.trainer.load_state_dict(checkpoint.optimiser, state["trainer"])
+        try:
+            self.policy.load_weights(checkpoint.weights)
+            self.trainer.load_state_dict(checkpoint.optimiser, state["trainer"])
+        except ValueError as error:  # another LoRA rank, another dtype
+            raise ResumeError(f"the checkpoint of step {checkpoint.step} does not fit this configuration: {error}") from error
         self.controller.restore(state["controller"])
         self.pool.restore(PoolState(checkpoint.bodies, state["pool"]), decode_group)
         self.totals = Totals(**state["totals"])

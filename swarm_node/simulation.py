@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm_node.config import Config
+from swarm_node.config import make_config
 from swarm_node.network.rules import AdmissionRules
 from swarm_node.network.simulated import RawPeer, SimulatedNetwork
 from swarm_node.network.weather import Link
@@ -128,8 +128,9 @@ class Swarm:
             self.network.advance(until - self.network.now)
 
     def _start(self, spec: NodeSpec, seed: int) -> SimulatedNode:
-        tables = {**SMALL, **spec.config}
-        config = Config.model_validate({**tables, "run": {"seed": seed}})
+        tables = {name: {**SMALL.get(name, {}), **spec.config.get(name, {})} for name in {**SMALL, **spec.config}}
+        tables["run"] = {**tables.get("run", {}), "seed": seed}
+        config = make_config(tables)
         task = load_task(config.task.name)
         policy = load_policy(ModelOptions(name=spec.model, lora=spec.lora, device="cpu"))
         rules = AdmissionRules((task.name,), config.task.seed, config.admission, config.learning.collaboration == "horizontal")

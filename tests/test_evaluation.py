@@ -102,7 +102,7 @@ def test_progress_counts_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [2, 4, 5]
 
 
-def test_a_completion_without_a_verdict_counts_nowhere_and_a_problem_without_any_is_an_error() -> None:
+def test_a_completion_without_a_verdict_counts_nowhere_nor_does_a_problem_without_any() -> None:
     class Shifted(Multiples):
         def reward(self, problem: Problem, completion: str) -> Reward:
             return super().reward(problem, "99" if completion.startswith("1") else completion)
@@ -110,8 +110,9 @@ def test_a_completion_without_a_verdict_counts_nowhere_and_a_problem_without_any
     result = run(1, 3, task=Shifted())
     assert (result.per_problem, result.unscored) == ((1.0,), 1)
     assert math.isnan(result.standard_error)
-    with pytest.raises(RewardError, match="problem 1 of multiples"):
-        run(2, 1, task=Shifted())
+    second = run(2, 1, task=Shifted())
+    assert math.isnan(second.per_problem[1])
+    assert (second.accuracy, second.unscored) == (second.per_problem[0], 1)
 
 
 def test_a_comparison_is_paired_by_problem() -> None:

@@ -12,12 +12,12 @@ from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
 from swarm_node.network.gossip import NetworkReport, Received
-from swarm_node.node import Node, ResumeError
+from swarm_node.node import Node, ResumeError, newest_of_each, noise_seed
 from swarm_node.observe.status import State
 from swarm_node.policy.checkpoint import load_latest, save_checkpoint
 from swarm_node.simulation import NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
-from swarm_node.tasks.base import RewardError
+from swarm_node.tasks.base import Problem, RewardError, Split, Task, TaskError
 
 MakeSwarm = Callable[..., Swarm]
 
@@ -95,15 +95,11 @@ def test_a_step_abandoned_before_its_update_leaves_the_checkpoint_of_the_step_be
     def interrupt() -> None:
         raise Signal
 
-    def step_until_an_update_is_due(node: Node) -> None:
-        while True:  # a step whose groups all have one reward updates nothing
-            node.step(before_update=interrupt)
-
     node, straight = alone(swarm, lora=lora), alone(swarm, lora=lora)
     node.step()
     straight.step()
     with pytest.raises(Signal):
-        step_until_an_update_is_due(node)
+        node.step(before_update=interrupt)
     again = alone(swarm, lora=lora)
     again.restore(node.checkpoint())
     while straight.steps < again.steps:
@@ -125,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(swarm: 
 
 def test_rewards_of_peers_are_computed_here_and_an_error_is_not_a_wrong_answer(swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     node = alone(swarm)
-    problem = node.next_problems()[0]
+    problem = node.next_problems()[0][0]
     tokens = {text: node.policy.tokenizer.encode(text) for text in (f"#{problem.answer}", "#999")}
     completions = [
         Completion(np.array([*ids, *sorted(node.policy.stop_ids)[:1]], np.int32), np.zeros(len(ids) + 1, np.float32), Finish.STOP)
@@ -171,3 +167,46 @@ def test_the_state_is_always_one_of_the_named_ones(swarm: MakeSwarm) -> None:
     node.status.enter = watch  # type: ignore[method-assign]
     node.step()
     assert seen == [State.ROLLING_OUT, State.EXCHANGING, State.LEARNING]
+
+
+def test_of_a_flood_only_the_newest_are_judged_and_every_sender_gets_its_turn() -> None:
+    flood = [Received("mallory", bytes([number])) for number in range(100)]
+    arrived = [Received("ben", b"b0"), *flood, Received("ben", b"b1"), Received("cyd", b"c0")]
+    chosen = newest_of_each(arrived, 6)
+    assert [(received.sender, received.body) for received in chosen] == [
+        ("ben", b"b1"), ("mallory", bytes([99])), ("cyd", b"c0"), ("ben", b"b0"), ("mallory", bytes([98])), ("mallory", bytes([97])),
+    ]  # fmt: skip
+    assert newest_of_each([], 6) == []
+
+
+def test_nodes_with_one_seed_sample_with_different_noise() -> None:
+    assert noise_seed(0, "ada") != noise_seed(0, "ben")
+    assert noise_seed(0, "ada") != noise_seed(1, "ada")
+    assert noise_seed(0, "ada") == noise_seed(0, "ada") < 2**63
+
+
+def test_a_problem_that_cannot_be_made_is_passed_over(swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = alone(swarm)
+    make = type(node.task).problem
+    usual, _ = node.next_problems()
+
+    def fail_first(task: Task, seed: int, index: int, split: Split = "train") -> Problem:
+        if index == usual[0].index:
+            raise TaskError("no such problem")
+        return make(task, seed, index, split)
+
+    monkeypatch.setattr(type(node.task), "problem", fail_first)
+    problems, prompts = node.next_problems()
+    assert len(problems) == len(prompts) == 2
+    assert problems[0].index == usual[1].index
+    node.context = 10
+    with pytest.raises(TaskError, match="none of 1024 problems of chain-sum:2 can be used with a context of 10 tokens"):
+        node.next_problems()
+
+
+def test_another_lora_rank_is_refused_as_a_checkpoint_that_does_not_fit(swarm: MakeSwarm) -> None:
+    node, other = alone(swarm, lora=True), alone(swarm, lora=True)
+    checkpoint = other.checkpoint()
+    checkpoint.weights = {name: tensor[:1] for name, tensor in checkpoint.weights.items()}
+    with pytest.raises(ResumeError, match="does not fit this configuration"):
+        node.restore(checkpoint)

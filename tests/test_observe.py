@@ -258,3 +258,18 @@ def test_a_run_without_evaluations_has_no_accuracy() -> None:
 def test_observing_needs_no_torch() -> None:
     code = "import sys; from swarm_node.observe import report, status_file, stepline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_full_disk_costs_rows_and_never_the_run() -> None:
+    writer = MetricsWriter(Path("/dev/full"))
+    writer.write(EventRow(step=1, time=0.0, name="start"))
+    writer.write(EventRow(step=2, time=0.0, name="stop"))
+    assert writer.lost == 2
+
+
+def test_a_writer_says_whether_there_were_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsWriter(path)
+    assert not first.found_rows
+    first.write(EventRow(step=1, time=0.0, name="start"))
+    assert MetricsWriter(path).found_rows

@@ -12,6 +12,7 @@ from swarm_protocols.codec import decode_group, encode_group
 from swarm_protocols.group import ProblemRef, hash_prompt
 from swarm_protocols.messages import GroupMessage, decode_message, encode_message
 
+from swarm_node.config import ConfigError
 from swarm_node.network.simulated import RawPeer
 from swarm_node.network.weather import Churn, Link
 from swarm_node.simulation import NodeSpec, Swarm
@@ -132,7 +133,8 @@ def test_in_horizontal_collaboration_nodes_sample_parts_of_one_group(swarm: Make
     house = swarm([dataclasses.replace(spec, config=config) for spec in PAIR], seed=10)
     house.run(steps=5)
     assert house["ada"].node.rejections() == {}
-    assert [house[name].node.next_problems()[0].index for name in ("ada", "ben")] == [house["ada"].node.next_problems()[0].index] * 2
+    ada, ben = ([problem.index for problem in house[name].node.next_problems()[0]] for name in ("ada", "ben"))
+    assert ada == ben
     assert used(house, "ada") > 0
     assert used(house, "ben") > 0
 
@@ -145,3 +147,13 @@ def test_a_fast_machine_takes_more_steps_in_the_same_time(swarm: MakeSwarm) -> N
     assert slow / 200 == pytest.approx(12, abs=5)
     assert fast / 800 == pytest.approx(12, abs=2)
     assert len(house["fast"].rows) > len(house["slow"].rows)
+
+
+def test_a_wrong_option_is_named_before_anything_runs(swarm: MakeSwarm) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option rollout\.temprature; did you mean rollout\.temperature"):
+        swarm([NodeSpec("ada", config={"rollout": {"temprature": 1.0}})])
+
+
+def test_an_option_leaves_the_small_defaults_of_its_table_alone(swarm: MakeSwarm) -> None:
+    config = swarm([NodeSpec("ada", config={"rollout": {"temperature": 0.5}})])["ada"].node.config
+    assert (config.rollout.temperature, config.rollout.prompts_per_step, config.control.group_size) == (0.5, 2, 4)

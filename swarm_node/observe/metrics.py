@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
+
+log = logging.getLogger(__name__)
 
 NAN = math.nan
 RESUME = "resume"
@@ -200,13 +203,23 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         """Open `path` for appending, creating it where it is missing; a torn last line is closed first."""
         torn = _ends_torn(path)
+        self.found_rows = path.exists() and path.stat().st_size > 0
+        """Whether the file held rows before."""
+        self.lost = 0
+        """Rows that could not be written, because the disk is full for example."""
         self._file: TextIO = path.open("a", encoding="utf-8")
         if torn:
             self._file.write("\n")
 
     def write(self, row: Row) -> None:
-        self._file.write(encode_row(row) + "\n")
-        self._file.flush()
+        """Append a row. A disk that refuses it costs the row and not the run; it is counted in `lost`."""
+        try:
+            self._file.write(encode_row(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                log.warning("metrics are being lost: %s", error)
 
     def resume(self, step: int, time: float) -> None:
         """Say that the run goes on from the checkpoint of `step`: rows above it that stand before are superseded."""

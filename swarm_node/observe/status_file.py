@@ -7,11 +7,14 @@ node did last after the node has died. The home's lock tells whether anybody is 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 FILE = "status.json"
 
@@ -40,8 +43,11 @@ class StatusFile:
 
     def _write(self) -> None:
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._describe(), indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text(json.dumps(self._describe(), indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError as error:  # a full disk: the next second may be better, and training does not depend on it
+            log.debug("%s cannot be written: %s", self._path, error)
 
 
 def read_status(home: Path) -> dict[str, Any] | None:
