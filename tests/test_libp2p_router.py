@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import random
 import struct
 import time
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.stream_muxer.exceptions import MuxedStreamError
+from swarm_protocols.messages import Announcement
 
 from swarm_node.network.libp2p_guard import PeerGuard
 from swarm_node.network.libp2p_hardening import is_breakage
 from swarm_node.network.libp2p_pull import CHUNK_BYTES, Held, PullError, Server, fetch
+from swarm_node.network.libp2p_puller import Puller, Wanted
 from swarm_node.network.libp2p_router import BoundedMessageCache, Router
 from swarm_node.network.options import NetworkOptions
 
@@ -224,6 +227,51 @@ def test_the_first_byte_too_many_ends_the_pull() -> None:
     with pytest.raises(PullError, match="more than"):
         pull(pipe)
     assert pipe.given <= len(framed(BODY))
+
+
+def test_a_holder_that_dribbles_is_given_up_on_the_whole() -> None:
+    class Dribble(Pipe):
+        async def read(self, n: int | None = None) -> bytes:
+            await trio.sleep(0.9)
+            return await super().read(n)
+
+    # Chunks of one byte, each well within its own second: the whole MiB would take 22 days.
+    pipe = Dribble(lambda _: b"".join(struct.pack(">I", 1) + BODY[at : at + 1] for at in range(1000)))
+
+    async def run() -> float:
+        began = trio.current_time()
+        with pytest.raises(PullError, match=r"sent \d+ of 1048576 bytes in whole chunks in 17 s"):
+            await fetch(pipe, NAME, len(BODY), timeout_s=1)
+        return trio.current_time() - began
+
+    assert trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0)) == pytest.approx(17)
+
+
+def test_all_workers_pull_and_at_most_two_bodies_of_one_announcer(monkeypatch: pytest.MonkeyPatch) -> None:
+    puller = Puller(None, PeerGuard(), random.Random(0), 1.0, lambda wanted, body: None)  # type: ignore[arg-type]
+    began: list[tuple[str, float]] = []
+
+    async def pull_slowly(wanted: Wanted) -> None:
+        began.append((wanted.sender, trio.current_time() - start))
+        await trio.sleep(100 if wanted.sender == "slow" else 1)
+
+    monkeypatch.setattr(puller, "_pull", pull_slowly)
+
+    async def run() -> None:
+        nonlocal start
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(puller.run)
+            await trio.testing.wait_all_tasks_blocked()
+            start = trio.current_time()
+            for number, sender in enumerate(["slow"] * 5 + ["one", "two", "three"]):
+                puller.want(Wanted(sender, sender, Announcement(bytes([number]) * 32, 1, 2, 2, "")))
+            await trio.sleep(150)
+            nursery.cancel_scope.cancel()
+
+    start = 0.0
+    trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert sorted(began[:4]) == [("one", 0), ("slow", 0), ("slow", 0), ("two", 0)]
+    assert began[4:] == [("three", 1), ("slow", 100), ("slow", 100)]
 
 
 def serve(held: Held, request: bytes, **options: int) -> Pipe:

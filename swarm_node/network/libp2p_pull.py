@@ -18,6 +18,8 @@ import trio
 PULL_PROTOCOL = "/swarm-node/group/1.0.0"
 DIGEST_BYTES = 32
 CHUNK_BYTES = 256 * 1024
+MINIMUM_RATE = 64 * 1024
+"""Bytes a second that a holder must keep up on the whole, or one that sends a byte now and then would be waited for for hours."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -110,13 +112,27 @@ async def fetch(stream: Stream, digest: bytes, size: int, timeout_s: float, prog
         stream: just opened.
         digest: SHA-256 of the body.
         size: bytes of the body, as announced.
-        timeout_s: seconds of silence before the holder is given up.
+        timeout_s: seconds that a chunk may take before the holder is given up; the whole body may take these and its size at MINIMUM_RATE.
         progress: called with the bytes of each chunk.
 
     Raises:
         PullError: the holder has not got it, is too slow, or sent other or more bytes.
     """
     body = bytearray()
+    allowed_s = timeout_s + size / MINIMUM_RATE
+    with trio.move_on_after(allowed_s) as whole:
+        await _fetch_into(body, stream, digest, size, timeout_s, progress)
+    if whole.cancelled_caught:
+        raise PullError(f"the holder sent {len(body)} of {size} bytes in whole chunks in {allowed_s:.0f} s")
+    if not body:
+        raise PullError("the holder has not got it")
+    if len(body) != size or hashlib.sha256(body).digest() != digest:
+        raise PullError(f"the holder sent {len(body)} bytes that are not the {size} bytes that were announced")
+    return bytes(body)
+
+
+async def _fetch_into(body: bytearray, stream: Stream, digest: bytes, size: int, timeout_s: float, progress: Callable[[int], None]) -> None:
+    """Append what the holder sends, until its end."""
     try:
         with trio.fail_after(timeout_s):
             await stream.write(digest)
@@ -132,11 +148,6 @@ async def fetch(stream: Stream, digest: bytes, size: int, timeout_s: float, prog
             progress(length)
     except trio.TooSlowError:
         raise PullError(f"the holder was silent for {timeout_s:.0f} s after {len(body)} of {size} bytes") from None
-    if not body:
-        raise PullError("the holder has not got it")
-    if len(body) != size or hashlib.sha256(body).digest() != digest:
-        raise PullError(f"the holder sent {len(body)} bytes that are not the {size} bytes that were announced")
-    return bytes(body)
 
 
 async def read_exactly(stream: Stream, count: int) -> bytes:

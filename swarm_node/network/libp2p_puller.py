@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +17,8 @@ from swarm_node.network.libp2p_host import Host
 from swarm_node.network.libp2p_pull import PULL_PROTOCOL, fetch
 
 PULLS_AT_ONCE = 4
+PULLS_OF_ONE_ANNOUNCER = 2
+"""Of those at once: whoever announces and then delivers slowly must not hold every worker."""
 PULLS_WAITING = 256
 TRIES = 3
 """A neighbour that passed the news on may still be pulling itself."""
@@ -49,7 +51,8 @@ class Puller:
         self._timeout_s = timeout_s
         self._take = take
         self._queue: deque[Wanted] = deque()
-        self._filled = trio.Event()
+        self._busy: Counter[str] = Counter()  # announcer -> workers that pull its bodies
+        self._idle = trio.lowlevel.ParkingLot()
 
     def want(self, wanted: Wanted) -> None:
         """Queue a body; the oldest wish goes when there are too many."""
@@ -57,7 +60,7 @@ class Puller:
         if len(self._queue) > PULLS_WAITING:
             self._queue.popleft()
             self.dropped += 1
-        self._filled.set()
+        self._idle.unpark_all()
 
     async def run(self) -> None:
         """Pull for ever."""
@@ -67,12 +70,23 @@ class Puller:
 
     async def _work(self) -> None:
         while True:
-            while not self._queue:
-                self._filled = trio.Event()
-                await self._filled.wait()
-            wanted = self._queue.popleft()
+            while (wanted := self._next()) is None:
+                await self._idle.park()
+            self._busy[wanted.sender] += 1
             with self._guard.watch("pull", wanted.sender):
                 await self._pull(wanted)
+            self._busy[wanted.sender] -= 1
+            if not self._busy[wanted.sender]:
+                del self._busy[wanted.sender]
+            self._idle.unpark_all()
+
+    def _next(self) -> Wanted | None:
+        """Take out the oldest wish whose announcer has a worker free."""
+        for wanted in self._queue:
+            if self._busy[wanted.sender] < PULLS_OF_ONE_ANNOUNCER:
+                self._queue.remove(wanted)
+                return wanted
+        return None
 
     async def _pull(self, wanted: Wanted) -> None:
         connected = self._host.peers()
