@@ -23,6 +23,7 @@ from swarm_protocols.reject import Reason, Rejected
 from swarm_node.network.admission import CheapAdmission, FullAdmission
 from swarm_node.network.admission_options import AdmissionOptions
 from swarm_node.network.recent import Recent, SeenDigests
+from swarm_node.tasks.assignment import MAX_SLOTS
 from swarm_node.tasks.base import TaskError
 
 
@@ -398,3 +399,18 @@ def test_every_reason_has_a_row_in_the_documentation() -> None:
     text = (Path(__file__).parent.parent / "docs" / "admission.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", text, flags=re.MULTILINE)
     assert sorted(rows) == sorted(reason.value for reason in Reason)
+
+
+def test_the_documentation_says_which_reasons_are_never_raised() -> None:
+    root = Path(__file__).parent.parent
+    source = "".join(
+        file.read_text(encoding="utf-8") for folder in ("swarm_node", "protocols/swarm_protocols") for file in (root / folder).rglob("*.py")
+    )
+    text = (root / "docs" / "admission.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(\w+)` \| .*this version never raises it", text, flags=re.MULTILINE)
+    assert documented == [reason.value for reason in Reason if f"Reason.{reason.name}" not in source]
+
+
+def test_the_documentation_counts_the_slots_that_a_sender_chooses_among() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "admission.md").read_text(encoding="utf-8")
+    assert f"among {MAX_SLOTS:,} slots" in text
