@@ -14,7 +14,7 @@ import torch
 import triton
 from swarm_kernels.append.gpu import append_tokens, write_centroids
 from swarm_kernels.attention.gpu import attend_split, merge_splits
-from swarm_kernels.gpu.kernels import ATTEND_STAGES, BLOCK_TOKENS, LOGPROB_BLOCK, MIN_SPLIT_PAGES, SCORE_BLOCK
+from swarm_kernels.gpu.kernels import ATTEND_STAGES, ATTEND_WARPS, BLOCK_TOKENS, LOGPROB_BLOCK, MIN_SPLIT_PAGES, SCORE_BLOCK
 from swarm_kernels.logprob.gpu import logprob_backward, logprob_forward
 from swarm_kernels.selection.gpu import keep_best, score_pages
 from triton.backends.compiler import GPUTarget
@@ -59,14 +59,14 @@ def attention(head: int, page: int, group: int, dtype: str, listed: bool, whole:
     }
     constants |= {"MIN_SPLIT": MIN_SPLIT_PAGES, "LISTED": listed, "WHOLE": whole, "WIDEN": False}
     name = f"attend {'sparse' if listed else 'dense'} D{head} page {page}"
-    return Configuration(name, attend_split, constants, 4, ATTEND_STAGES, dtype)
+    return Configuration(name, attend_split, constants, ATTEND_WARPS[DTYPES[dtype]], ATTEND_STAGES, dtype)
 
 
 COVER = [
     attention(64, 16, 3, "bf16", listed=True, whole=False),
     attention(128, 16, 8, "bf16", listed=True, whole=False),
     attention(96, 32, 4, "fp16", listed=False, whole=True),
-    attention(128, 32, 1, "fp32", listed=False, whole=False),
+    attention(128, 16, 8, "fp32", listed=True, whole=True),
     Configuration("merge D128", merge_splits, {"HEAD": 128, "HEAD_PADDED": 128, "SPLITS_PADDED": 64}, 4),
     Configuration("score D128", score_pages, {"GROUP": 8, "HEAD": 128, "HEAD_PADDED": 128, "PAGE": 16, "BLOCK": SCORE_BLOCK}, 4),
     Configuration("keep best of 2048", keep_best, {"PAGE": 16, "RESERVED": 3, "PADDED": 2048}, 4),

@@ -22,6 +22,8 @@ from swarm_kernels.selection.gpu import keep_best, score_pages
 
 BLOCK_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 """Tokens whose keys one iteration of attention holds; float32 takes no tensor cores, and more registers."""
+ATTEND_WARPS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 8}
+"""Fewer would spill in float32."""
 MIN_SPLIT_PAGES = 4
 """A split smaller than this costs more to merge than to read."""
 SCORE_BLOCK = 64
@@ -179,7 +181,7 @@ class TritonKernels:
             LISTED=pages is not None,
             WHOLE=splits == 1,
             WIDEN=INTERPRETED and query.dtype == torch.bfloat16,
-            num_warps=4,
+            num_warps=ATTEND_WARPS[query.dtype],
             num_stages=ATTEND_STAGES,
         )
         if splits > 1:
