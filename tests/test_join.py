@@ -6,15 +6,20 @@ import json
 import os
 import random
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from hostile_peer import attack, send
+from libp2p.abc import IHost
+from libp2p.utils.varint import encode_varint_prefixed
 
 from swarm_node.observe.metrics import read_metrics
 
@@ -56,6 +61,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def steps_written(home: Path) -> list[int]:
     return [row.step for row in read_metrics(home / "metrics.jsonl").steps]
+
+
+def foreign_used(home: Path) -> int:
+    metrics = home / "metrics.jsonl"
+    return sum(row.foreign_groups_used for row in read_metrics(metrics).steps) if metrics.exists() else 0
 
 
 def test_a_node_without_peers_ends_well_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -146,10 +156,7 @@ def test_two_nodes_meet_by_address_and_learn_from_each_other(tmp_path: Path) -> 
             homes = (tmp_path / "ada", tmp_path / "ben")
             read_until(ben, r"^step 1 ")
 
-            def both_learned() -> bool:
-                return all(sum(row.foreign_groups_used for row in read_metrics(home / "metrics.jsonl").steps) > 0 for home in homes)
-
-            wait_until(both_learned)
+            wait_until(lambda: all(foreign_used(home) > 0 for home in homes))
             status = subprocess.run(
                 [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(homes[0]), "--json"],
                 capture_output=True, text=True, timeout=60, check=True,
@@ -162,6 +169,36 @@ def test_two_nodes_meet_by_address_and_learn_from_each_other(tmp_path: Path) -> 
             ben.communicate(timeout=20)
         alone_since = steps_written(tmp_path / "ada")[-1]
         wait_until(lambda: steps_written(tmp_path / "ada")[-1] >= alone_since + 2)
+    finally:
+        ada.send_signal(signal.SIGINT)
+        ada.communicate(timeout=20)
+
+
+def test_a_peer_that_sends_garbage_stops_neither_the_training_nor_the_other_peers(tmp_path: Path) -> None:
+    homes = (tmp_path / "ada", tmp_path / "ben")
+    ada = start(homes[0])
+    try:
+        address = re.search(r"--peer (\S+)", read_until(ada, r"others join with"))
+        assert address
+        ben = start(homes[1], "--peer", address[1])
+        try:
+            wait_until(lambda: foreign_used(homes[0]) > 0)
+            network = [child for child in psutil.Process(ada.pid).children() if "libp2p_process" in " ".join(child.cmdline())]
+
+            async def behave(host: IHost, peer: Any) -> None:
+                garbage = [secrets.token_bytes(300), b"\xff" * 64, encode_varint_prefixed(secrets.token_bytes(100)), b""]
+                await send(host, peer, *garbage, patience_s=1.0)
+                await send(host, peer, b"\x00" * 40, protocol="/swarm-node/group/1.0.0", patience_s=1.0)
+
+            attack(address[1], behave)
+            steps, used = steps_written(homes[0])[-1], [foreign_used(home) for home in homes]
+            wait_until(lambda: steps_written(homes[0])[-1] >= steps + 3)
+            wait_until(lambda: all(foreign_used(home) > before for home, before in zip(homes, used, strict=True)))
+            assert [child.is_running() for child in network] == [True]
+            assert ada.poll() is None
+        finally:
+            ben.send_signal(signal.SIGINT)
+            ben.communicate(timeout=20)
     finally:
         ada.send_signal(signal.SIGINT)
         ada.communicate(timeout=20)
