@@ -41,7 +41,7 @@ def evaluate(
     split: Annotated[SplitName, typer.Option(help="Held-out problems, or harder ones than any trained on.")] = SplitName.EVAL,
     problems: Annotated[int, typer.Option(min=1, help="Problems to sample for.")] = 100,
     samples: Annotated[int, typer.Option(min=1, help="Completions a problem.")] = 4,
-    temperature: Annotated[float, typer.Option(min=0.01, max=4.0, help="Sampling temperature.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.05, max=4.0, help="Sampling temperature.")] = 1.0,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Token limit; default: that of the first home, else the rollout's default.")
     ] = None,
