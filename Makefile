@@ -29,7 +29,7 @@ check: setup
 	$(BIN)/lint-imports
 
 check-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 docker-test: setup
 	docker/test.sh
