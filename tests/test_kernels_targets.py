@@ -59,14 +59,14 @@ def attention(head: int, page: int, group: int, dtype: str, listed: bool, whole:
     }
     constants |= {"MIN_SPLIT": MIN_SPLIT_PAGES, "LISTED": listed, "WHOLE": whole, "WIDEN": False}
     name = f"attend {'sparse' if listed else 'dense'} D{head} page {page}"
-    return Configuration(name, attend_split, constants, ATTEND_WARPS[DTYPES[dtype]], ATTEND_STAGES, dtype)
+    return Configuration(name, attend_split, constants, ATTEND_WARPS, ATTEND_STAGES[DTYPES[dtype]], dtype)
 
 
 COVER = [
     attention(64, 16, 3, "bf16", listed=True, whole=False),
     attention(128, 16, 8, "bf16", listed=True, whole=False),
-    attention(96, 32, 4, "fp16", listed=False, whole=True),
-    attention(128, 16, 8, "fp32", listed=True, whole=True),
+    attention(128, 32, 4, "fp16", listed=False, whole=True),
+    attention(96, 32, 8, "fp32", listed=True, whole=True),
     Configuration("merge D128", merge_splits, {"HEAD": 128, "HEAD_PADDED": 128, "SPLITS_PADDED": 64}, 4),
     Configuration("score D128", score_pages, {"GROUP": 8, "HEAD": 128, "HEAD_PADDED": 128, "PAGE": 16, "BLOCK": SCORE_BLOCK}, 4),
     Configuration("keep best of 2048", keep_best, {"PAGE": 16, "RESERVED": 3, "PADDED": 2048}, 4),

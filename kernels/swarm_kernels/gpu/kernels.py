@@ -22,8 +22,7 @@ from swarm_kernels.selection.gpu import keep_best, score_pages
 
 BLOCK_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 """Tokens whose keys one iteration of attention holds; float32 takes no tensor cores, and more registers."""
-ATTEND_WARPS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 8}
-"""Fewer would spill in float32."""
+ATTEND_WARPS = 4
 MIN_SPLIT_PAGES = 4
 """A split smaller than this costs more to merge than to read."""
 SCORE_BLOCK = 64
@@ -32,8 +31,8 @@ LOGPROB_BLOCK = 2048
 """Logits that one iteration holds."""
 INTERPRETED = not isinstance(attend_split, triton.JITFunction)
 """Whether Triton only interprets (TRITON_INTERPRET=1, on CPU tensors): for tests."""
-ATTEND_STAGES = 2
-"""Blocks of keys and values in flight."""
+ATTEND_STAGES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 1}
+"""Blocks of keys and values in flight; more would spill in float32."""
 PROGRAMS_A_PROCESSOR = 2
 """Splits are added until every multiprocessor of the device has this many programs."""
 
@@ -181,8 +180,8 @@ class TritonKernels:
             LISTED=pages is not None,
             WHOLE=splits == 1,
             WIDEN=INTERPRETED and query.dtype == torch.bfloat16,
-            num_warps=ATTEND_WARPS[query.dtype],
-            num_stages=ATTEND_STAGES,
+            num_warps=ATTEND_WARPS,
+            num_stages=ATTEND_STAGES[query.dtype],
         )
         if splits > 1:
             merge_splits[(batch * heads,)](
