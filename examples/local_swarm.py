@@ -73,7 +73,7 @@ class LocalNode:
 
     def summary(self) -> NodeSummary:
         metrics = self.metrics() or Metrics((), (), (), 0)
-        return dataclasses.replace(summarise(self.name, metrics), name=self.name, model=self.model)
+        return dataclasses.replace(summarise(self.name, metrics), model=self.model)
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as one exception, raised where it is safe.
+"""Ctrl-C, SIGTERM and a closed terminal as one exception, raised where it is safe.
 
 A rollout on a slow machine lasts longer than the ten seconds in which a node must be gone, so the signal interrupts it. What must not
 be torn (the optimiser step and the bookkeeping that belongs to it) runs between `hold` and `release`, where the signal waits.
@@ -24,7 +24,10 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to survive the terminal
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

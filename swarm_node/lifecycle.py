@@ -46,7 +46,8 @@ def say_now(line: str) -> None:
 
 
 def run(config: Config, say: Say = say_now) -> int:
-    """Run a node until its steps or minutes are over or it is told to stop; returns the exit code.
+    """Run a node until its steps or minutes are over or it is told to stop; returns the exit code: 1 when the last steps could not be
+    saved, else 0.
 
     Raises:
         ValueError: the configuration cannot be run (unknown model or task, home in use, no room for a checkpoint, a checkpoint of
@@ -63,10 +64,15 @@ def run(config: Config, say: Say = say_now) -> int:
                 if checkpoint is not None:
                     check_resumable(checkpoint.state, policy)
                 check_room(home.checkpoints, checkpoint_bytes(policy))
-                Life(config, home, policy, task, checkpoint, interrupt, say).live()
+                life = Life(config, home, policy, task, checkpoint, interrupt, say)
+                try:
+                    life.live()
+                except Stopped:
+                    say("stopped")
+                return 0 if life.saved else 1
         except Stopped:
-            say("stopped")
-        return 0
+            say("stopped before the first step")
+            return 0
 
 
 def checkpoint_bytes(policy: Policy) -> int:
@@ -109,6 +115,8 @@ class Life:
         except BaseException:
             self.gossip.close()
             raise
+        if checkpoint is not None and checkpoint.state["task"] != task.name:
+            say(f"this node trained on {checkpoint.state['task']} until now and goes on with {task.name}")
         self.resumed = checkpoint is not None
         self.saved_step = self.node.steps if self.resumed else -1
         self.saved_at = time.monotonic()
@@ -139,6 +147,7 @@ class Life:
                 done = self._done()
                 if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or done):
                     self._evaluate()
+            self.interrupt.hold()
             sound = True
         except Stopped:
             sound = True
@@ -146,6 +155,11 @@ class Life:
         finally:
             self.interrupt.hold()
             self._leave(sound)
+
+    @property
+    def saved(self) -> bool:
+        """Whether the last complete step is in a checkpoint."""
+        return self.saved_step == self.node.steps
 
     # -- parts of a life ----------------------------------------------------------------------------------------------------------
 
@@ -230,9 +244,9 @@ class Life:
         closing = threading.Thread(target=self.gossip.close, name="closing-network")
         closing.start()
         try:
-            if sound and self.saved_step != self.node.steps:
+            if sound and not self.saved:
                 self._checkpoint()
-            if self.saved_step == self.node.steps:
+            if self.saved:
                 self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
         finally:
             self.status.enter(State.STOPPING)
@@ -268,5 +282,8 @@ class Life:
             "groups_admitted": self.node.totals.groups_admitted,
             "own_groups_used": self.node.totals.own_groups_used,
             "foreign_groups_used": self.node.totals.foreign_groups_used,
+            "groups_unread": self.node.groups_unread,
+            "reward_errors": self.node.totals.reward_errors,
             "rejections": self.node.rejections(),
+            "processes": self.gossip.pids,
         }

@@ -6,7 +6,6 @@ the controller how long the completions were. A node that hears nobody takes the
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +30,14 @@ from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import split_one_reward
 from swarm_node.learning.trainer import Trainer
 from swarm_node.network.admission import FullAdmission
-from swarm_node.network.gossip import Gossip, Received
+from swarm_node.network.gossip import Gossip
+from swarm_node.network.inbox import newest_of_each
 from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
+from swarm_node.rollout.noise import node_seed
 from swarm_node.rollout.reference import ReferenceEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
@@ -74,8 +75,6 @@ class Totals:
     groups_admitted: int = 0
     own_groups_used: int = 0
     foreign_groups_used: int = 0
-    groups_unread: int = 0
-    """Arrived faster than they could be learned from: dropped before they cost anything."""
     reward_errors: int = 0
     straggler_sum: float = 0.0
     """Discounted sum of the steps' straggler shares; with `straggler_weight`, the rate that is shown against the budget."""
@@ -95,31 +94,6 @@ def check_resumable(state: Mapping[str, Any], policy: Policy) -> None:
         made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
         here = f"{policy.name} ({'LoRA' if policy.lora else 'full'})"
         raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
-
-
-def noise_seed(seed: int, peer_id: str) -> int:
-    """The seed of a node's rollout noise: nodes that were given one seed must not sample the same completions."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {peer_id}".encode()).digest()[:8], "little") >> 1
-
-
-def context_of(policy: Policy) -> int:
-    """Tokens that the policy's positions allow; without a limit of its own, as many as a group may have."""
-    config: Any = policy.model.config
-    return int(getattr(config, "max_position_embeddings", None) or DEFAULT_LIMITS.tokens_per_completion)
-
-
-def newest_of_each(arrived: Sequence[Received], limit: int) -> list[Received]:
-    """At most `limit` of the bodies that arrived, the newest first, one sender after the other: no flood crowds anybody out."""
-    waiting: dict[str, list[Received]] = {}
-    for received in arrived:
-        waiting.setdefault(received.sender, []).append(received)
-    chosen: list[Received] = []
-    while waiting and len(chosen) < limit:
-        for sender in list(waiting)[: limit - len(chosen)]:
-            chosen.append(waiting[sender].pop())
-            if not waiting[sender]:
-                del waiting[sender]
-    return chosen
 
 
 class Node:
@@ -149,7 +123,7 @@ class Node:
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
         self.trainer = Trainer(policy, config.learning)
-        self.context = context_of(policy)
+        self.context = policy.context or DEFAULT_LIMITS.tokens_per_completion
         self.admission = FullAdmission(
             config.admission,
             prompt_tokens=lambda ref: self.prompt(self.problem(ref)),
@@ -157,9 +131,11 @@ class Node:
             stop_ids=policy.stop_ids,
             max_tokens=min(self.context, max(MAX_TRAINED_TOKENS, 2 * config.rollout.max_new_tokens)),
         )
-        self._noise_seed = noise_seed(config.run.seed, peer_id)
+        self._noise_seed = node_seed(config.run.seed, peer_id)
         self.horizontal = config.learning.collaboration == "horizontal"
         self.totals = Totals()
+        self.groups_unread = 0
+        """Arrived faster than they could be learned from: dropped before they cost anything."""
         self.steps = 0
         self._sequence = time.time_ns() if sequence is None else sequence
         self._increments = Increments()
@@ -189,6 +165,8 @@ class Node:
         for group in (*sampled.groups, *admitted):
             self.pool.add(group)
         learned = self.trainer.step(self.draw(), before_update)
+        if learned.dropped_for_memory:
+            log.warning("%d foreign groups did not fit into memory and were left out", learned.dropped_for_memory)
         before_update()  # the books of a step without an update must not be torn either
         self.engine.policy_updated(self.steps + 1)
 
@@ -267,7 +245,7 @@ class Node:
         admitted: list[ScoredGroup] = []
         arrived = self.gossip.drain()
         chosen = newest_of_each(arrived, JUDGED_PER_PLACE * self.config.pool.foreign_per_step)
-        self.totals.groups_unread += len(arrived) - len(chosen)
+        self.groups_unread += len(arrived) - len(chosen)
         for received in chosen:
             try:
                 group, prompt = self.admission.admit(received.sender, received.body)
@@ -401,7 +379,9 @@ class Node:
         rewards = np.array([reward.value for reward in sampled.rewards] or [np.nan])
         correct = np.array([float(reward.correct) for reward in sampled.rewards] or [np.nan])
         used = learned.own_groups + learned.foreign_groups
-        since = self._increments.of({"received": network.received, "dropped": network.dropped, "restarts": network.restarts})
+        since = self._increments.of(
+            {"received": network.received, "dropped": network.dropped + self.groups_unread, "restarts": network.restarts}
+        )
         refused = self._increments.of({f"rejected {reason}": count for reason, count in self.rejections().items()})
         report, metrics = sampled.rollout.report, learned.metrics
         return StepRow(
@@ -426,6 +406,7 @@ class Node:
             kept_share=metrics.kept_share,
             zero_variance_share=learned.zero_variance_share,
             stepped=learned.stepped,
+            skipped=learned.skipped,
             loss=learned.loss,
             grad_norm=learned.grad_norm,
             learning_rate=learned.learning_rate,

@@ -94,6 +94,43 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind_within_ten_seconds(tmp
     assert not any(child.is_running() for child in children)
 
 
+def test_a_closed_terminal_stops_a_node_like_ctrl_c_and_nohup_keeps_it(tmp_path: Path) -> None:
+    process = start(tmp_path / "terminal")
+    read_until(process, r"^step 1 ")
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 0, output
+    done = steps_written(tmp_path / "terminal")[-1]
+    assert (tmp_path / "terminal" / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+
+    command = ["nohup", *COMMAND, "--home", str(tmp_path / "nohup"), *SMALL, "--steps", "6"]
+    kept = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    read_until(kept, r"^step 1 ")
+    kept.send_signal(signal.SIGHUP)
+    kept.communicate(timeout=60)
+    assert kept.returncode == 0
+    assert steps_written(tmp_path / "nohup") == [1, 2, 3, 4, 5, 6]
+
+
+def test_steps_that_could_not_be_saved_end_with_an_error(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from swarm_node import lifecycle\n"
+        "from swarm_node.policy.checkpoint import DiskFull\n"
+        "def refuse(folder, checkpoint, keep=2):\n"
+        "    raise DiskFull(2_000_000, 1_000, folder)\n"
+        "lifecycle.save_checkpoint = refuse\n"
+        "from swarm_node.cli.app import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", script, "join", "--model", "tiny-s", "--home", str(tmp_path), *SMALL, "--steps", "2"]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "no checkpoint of step 2: a checkpoint needs 2.0 MB" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert steps_written(tmp_path) == [1, 2]
+
+
 def test_a_second_node_in_the_same_home_is_told_the_pid_of_the_first(tmp_path: Path) -> None:
     process = start(tmp_path)
     try:

@@ -12,7 +12,7 @@ from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
 from swarm_node.network.gossip import NetworkReport, Received
-from swarm_node.node import Node, ResumeError, newest_of_each, noise_seed
+from swarm_node.node import Node, ResumeError
 from swarm_node.observe.status import State
 from swarm_node.policy.checkpoint import load_latest, save_checkpoint
 from swarm_node.simulation import NodeSpec, Swarm
@@ -169,20 +169,14 @@ def test_the_state_is_always_one_of_the_named_ones(swarm: MakeSwarm) -> None:
     assert seen == [State.ROLLING_OUT, State.EXCHANGING, State.LEARNING]
 
 
-def test_of_a_flood_only_the_newest_are_judged_and_every_sender_gets_its_turn() -> None:
-    flood = [Received("mallory", bytes([number])) for number in range(100)]
-    arrived = [Received("ben", b"b0"), *flood, Received("ben", b"b1"), Received("cyd", b"c0")]
-    chosen = newest_of_each(arrived, 6)
-    assert [(received.sender, received.body) for received in chosen] == [
-        ("ben", b"b1"), ("mallory", bytes([99])), ("cyd", b"c0"), ("ben", b"b0"), ("mallory", bytes([98])), ("mallory", bytes([97])),
-    ]  # fmt: skip
-    assert newest_of_each([], 6) == []
-
-
-def test_nodes_with_one_seed_sample_with_different_noise() -> None:
-    assert noise_seed(0, "ada") != noise_seed(0, "ben")
-    assert noise_seed(0, "ada") != noise_seed(1, "ada")
-    assert noise_seed(0, "ada") == noise_seed(0, "ada") < 2**63
+def test_a_flood_is_judged_in_part_and_the_rest_is_counted(swarm: MakeSwarm) -> None:
+    node = alone(swarm)
+    node.gossip = deaf = Deaf()
+    limit = 4 * node.config.pool.foreign_per_step
+    deaf.inbox = [Received("mallory", b"junk")] * (limit + 10)
+    row = node.step()
+    assert node.rejections() == {"unsupported_version": limit}
+    assert row.groups_dropped == 10
 
 
 def test_a_problem_that_cannot_be_made_is_passed_over(swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:

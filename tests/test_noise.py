@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from swarm_node.rollout.noise import streams, uniforms
+from swarm_node.rollout.noise import node_seed, streams, uniforms
 
 
 def numbers(seed: int, keys: list[int], completions: list[int], position: int) -> NDArray[np.float64]:
@@ -72,3 +74,10 @@ def test_neighbouring_groups_and_completions_are_independent_of_each_other() -> 
     grid = np.stack([numbers(5, [key] * 64, list(range(64)), 3) for key in range(256)])
     off_diagonal = np.corrcoef(grid.T)[~np.eye(64, dtype=bool)]
     assert np.abs(off_diagonal).max() < 5 / 256**0.5
+
+
+def test_nodes_with_one_seed_draw_different_noise() -> None:
+    assert node_seed(0, "ada") != node_seed(0, "ben")
+    assert node_seed(0, "ada") != node_seed(1, "ada")
+    # SHA-256 of "0 ada", its first eight bytes as a little-endian number without the lowest bit.
+    assert node_seed(0, "ada") == int.from_bytes(hashlib.sha256(b"0 ada").digest()[:8], "little") // 2

@@ -49,8 +49,6 @@ def test_entering_the_same_state_keeps_its_since_and_a_new_state_keeps_the_step(
     clock.now = 105.0
     status.enter(State.LEARNING, waiting_for="memory")
     assert status.snapshot() == Snapshot(State.LEARNING, 100.0, "memory", 3)
-    status.wait_for("")
-    assert status.snapshot().waiting_for == ""
     status.enter(State.STOPPING)
     assert status.snapshot() == Snapshot(State.STOPPING, 105.0, "", 3)
 
@@ -208,9 +206,9 @@ def test_the_step_line_says_what_is_unusual_and_only_then() -> None:
     assert "cut" not in usual
     assert "infeasible" not in usual
     assert "waiting" not in usual
-    unusual = step_line(row(1, feasible=False, stepped=False, waiting_for="peers: dialling 2 addresses"))
+    unusual = step_line(row(1, feasible=False, stepped=False, skipped="no groups", waiting_for="peers: dialling 2 addresses"))
     assert "infeasible" in unusual
-    assert "no optimiser step" in unusual
+    assert "no optimiser step: no groups" in unusual
     assert unusual.endswith("waiting for peers: dialling 2 addresses")
 
 
@@ -225,7 +223,7 @@ def test_what_was_not_measured_shows_as_a_dash() -> None:
 
 def test_the_summary_adds_up_and_takes_the_first_and_last_held_out_evaluation(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    writer.write(EventRow(step=0, time=0.0, name="start", data={"node": "ada", "model": "tiny-s"}))
+    writer.write(EventRow(step=0, time=0.0, name="start", data={"node": "ada", "model": "tiny-s", "lora": True}))
     for step, accuracy, split in ((0, 0.25, "eval"), (0, 0.05, "ood"), (2, 0.4, "eval"), (2, 0.9, "ood")):
         writer.write(EvalRow(step=step, time=0.0, task="t", split=split, problems=10, samples=1, accuracy=accuracy, standard_error=0.02))
     for step in (1, 2):
@@ -243,7 +241,7 @@ def test_the_summary_adds_up_and_takes_the_first_and_last_held_out_evaluation(tm
             )
         )
     summary = summarise("folder", read_metrics(tmp_path / "metrics.jsonl"))
-    assert (summary.name, summary.model, summary.steps) == ("ada", "tiny-s", 2)
+    assert (summary.name, summary.model, summary.steps) == ("ada", "tiny-s (LoRA)", 2)
     assert (summary.accuracy_before, summary.accuracy_after, summary.accuracy_standard_error) == (0.25, 0.4, 0.02)
     assert (summary.groups_sent, summary.groups_received, summary.groups_admitted, summary.foreign_groups_used) == (8, 10, 6, 4)
     assert summary.rejections == {"replay": 3, "stale": 2}

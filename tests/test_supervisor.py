@@ -16,8 +16,6 @@ import pytest
 from live_network import await_condition
 
 from swarm_node.network.frames import MAX_FRAME, Frame, FrameError, frame_length, pack_frame, read_frame, unpack_frame
-from swarm_node.network.gossip import Received
-from swarm_node.network.inbox import Inbox
 from swarm_node.network.supervisor import Child
 
 ECHO = """
@@ -154,20 +152,6 @@ def test_a_frame_arrives_whole_in_pieces_and_not_at_all_when_the_sender_dies() -
     sender.join()
     ours.close()
     assert read_frame(ours) is None
-
-
-def test_the_inbox_drops_the_oldest_and_counts_them() -> None:
-    inbox = Inbox(max_bodies=3, max_bytes=1000)
-    for number in range(5):
-        inbox.put(Received("peer", bytes([number])))
-    assert [received.body for received in inbox.drain()] == [b"\2", b"\3", b"\4"]
-    assert inbox.dropped == 2
-    assert inbox.drain() == []
-    for _ in range(3):
-        inbox.put(Received("peer", bytes(400)))
-    assert len(inbox.drain()) == 2
-    inbox.put(Received("peer", bytes(5000)))  # larger than everything, and alone: still delivered
-    assert len(inbox.drain()) == 1
 
 
 def _alive(pid: int) -> bool:

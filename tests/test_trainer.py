@@ -175,7 +175,7 @@ def test_the_report_counts_what_happened() -> None:
     report = Trainer(tiny_policy(), LearningOptions()).step([*some_groups(), scored_group([None, 1.0], index=5)])
     assert (report.own_groups, report.foreign_groups, report.zero_variance_groups, report.small_groups) == (1, 1, 1, 1)
     assert report.zero_variance_share == pytest.approx(1 / 3)
-    assert (report.unscored_completions, report.replacements_wanted) == (1, 0)
+    assert report.unscored_completions == 1
     assert report.tokens == report.metrics.tokens == 4 + 7 + 2 + 9 + 1
     assert report.foreign_metrics.completions == 2
     assert report.foreign_metrics.tokens == 10
@@ -184,10 +184,6 @@ def test_the_report_counts_what_happened() -> None:
     assert report.learning_rate == pytest.approx(1e-4 / 5)
     assert 0 < report.grad_norm < math.inf
     assert report.tokens_per_second > 0
-
-
-def test_dapo_says_how_many_groups_it_wants_replaced() -> None:
-    assert Trainer(tiny_policy(), LearningOptions(algorithm="dapo")).step(some_groups()).replacements_wanted == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ MEANINGS = {
     "groups_admitted": "passed every check",
     "own_groups_used": "own groups learned from",
     "foreign_groups_used": "peers' groups learned from",
+    "groups_unread": "arrived faster than they could be judged",
+    "reward_errors": "completions whose reward could not be computed",
     "restarts": "restarts of the network's processes",
 }
 

@@ -29,8 +29,6 @@ class StepReport:
     """Groups left out because fewer than two completions have a reward."""
     unscored_completions: int = 0
     """Completions that left their group because their reward could not be computed."""
-    replacements_wanted: int = 0
-    """`dapo`: groups that dynamic sampling would replace (`split_one_reward` and `Pool.replace` do it before the step)."""
     metrics: LossMetrics = field(default_factory=LossMetrics)
     """Over all completions, of the last inner step."""
     foreign_metrics: LossMetrics = field(default_factory=LossMetrics)

@@ -100,7 +100,6 @@ class Trainer:
             zero_variance_groups=batch.zero_variance_groups,
             small_groups=batch.small_groups,
             unscored_completions=batch.unscored,
-            replacements_wanted=batch.zero_variance_groups if self.options.algorithm == "dapo" else 0,
         )
         if not batch.samples:
             return replace(report, skipped=_nothing_to_learn(len(groups), batch), seconds=time.perf_counter() - started)

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 from swarm_node.network.gossip import Received
+
+
+def newest_of_each(arrived: Sequence[Received], limit: int) -> list[Received]:
+    """At most `limit` of the bodies that arrived, the newest first, one sender after the other: no flood crowds anybody out."""
+    waiting: dict[str, list[Received]] = {}
+    for received in arrived:
+        waiting.setdefault(received.sender, []).append(received)
+    chosen: list[Received] = []
+    while waiting and len(chosen) < limit:
+        for sender in list(waiting)[: limit - len(chosen)]:
+            chosen.append(waiting[sender].pop())
+            if not waiting[sender]:
+                del waiting[sender]
+    return chosen
 
 
 class Inbox:

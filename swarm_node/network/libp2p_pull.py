@@ -68,7 +68,6 @@ class Server:
     """Serves held bodies: a few at once, fewer to one peer, with a deadline on every read and write."""
 
     def __init__(self, held: Held, timeout_s: float, at_once: int = 8, per_peer: int = 2) -> None:
-        self.served = 0
         self._held = held
         self._timeout_s = timeout_s
         self._slots = trio.Semaphore(at_once)
@@ -102,7 +101,6 @@ class Server:
             chunk = body[start : start + CHUNK_BYTES]
             with trio.fail_after(self._timeout_s):
                 await stream.write(_LENGTH.pack(len(chunk)) + chunk)
-        self.served += 1
 
 
 async def fetch(stream: Stream, digest: bytes, size: int, timeout_s: float, progress: Callable[[int], None] = lambda count: None) -> bytes:

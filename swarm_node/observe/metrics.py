@@ -77,7 +77,9 @@ class StepRow:
 
     # Learning.
     stepped: bool = True
-    """False when the batch had no kept token, so that no optimiser step was taken."""
+    """Whether an optimiser step was taken."""
+    skipped: str = ""
+    """Why none was, in words."""
     loss: float = NAN
     grad_norm: float = NAN
     learning_rate: float = NAN
@@ -112,7 +114,7 @@ class StepRow:
     groups_admitted: int = 0
     """Passed every check."""
     groups_dropped: int = 0
-    """Lost because the inbox was full."""
+    """Arrived faster than they could be judged and learned from."""
     network_restarts: int = 0
     rejections: Mapping[str, int] = field(default_factory=dict)
     """Reject reason -> count."""

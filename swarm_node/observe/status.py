@@ -56,12 +56,6 @@ class Status:
             since = old.since if state == old.state else self._clock()
             self._snapshot = Snapshot(state, since, waiting_for, old.step if step is None else step)
 
-    def wait_for(self, reason: str) -> None:
-        """Say what the current state waits for; an empty reason says that the wait is over."""
-        with self._lock:
-            old = self._snapshot
-            self._snapshot = Snapshot(old.state, old.since, reason, old.step)
-
     def snapshot(self) -> Snapshot:
         with self._lock:
             return self._snapshot

@@ -24,7 +24,7 @@ def step_line(row: StepRow) -> str:
         f"peers {row.peers}",
     ]
     if not row.stepped:
-        parts.append("no optimiser step: nothing was kept")
+        parts.append(f"no optimiser step: {row.skipped}")
     if row.waiting_for:
         parts.append(f"waiting for {row.waiting_for}")
     return " · ".join(parts)

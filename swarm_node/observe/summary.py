@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,12 @@ class NodeSummary:
         return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
 
 
+def describe_model(facts: Mapping[str, Any]) -> str:
+    """The model of a `start` event, with how it is trained: `tiny-s (full)`."""
+    model = str(facts.get("model", ""))
+    return f"{model} ({'LoRA' if facts['lora'] else 'full'})" if "lora" in facts else model
+
+
 def summarise(name: str, metrics: Metrics) -> NodeSummary:
     """Sum up one node's metrics. `name` is used when the node did not say its own."""
     facts = metrics.facts()
@@ -54,7 +61,7 @@ def summarise(name: str, metrics: Metrics) -> NodeSummary:
     rolling = sum(row.rollout_seconds for row in metrics.steps if math.isfinite(row.rollout_seconds))
     return NodeSummary(
         name=str(facts.get("node", name)),
-        model=str(facts.get("model", "")),
+        model=describe_model(facts),
         steps=metrics.steps[-1].step if metrics.steps else 0,
         accuracy_before=held_out[0].accuracy if held_out else math.nan,
         accuracy_after=held_out[-1].accuracy if held_out else math.nan,

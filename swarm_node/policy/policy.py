@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from swarm_node.policy.parts import unwrap
+
 
 @dataclass(eq=False)
 class Policy:
@@ -35,6 +37,12 @@ class Policy:
     lora: bool
     choices: tuple[str, ...] = ()
     """Sentences that say what was chosen (model, dtype, device) and why."""
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model's positions allow, prompt and completion together; None where it has no limit of its own."""
+        limit = getattr(unwrap(self.model).config, "max_position_embeddings", None)
+        return None if limit is None else int(limit)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Parameters that training changes, by name, in the model's own order (the same in every process)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,11 @@ from numpy.typing import NDArray
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def node_seed(seed: int, peer_id: str) -> int:
+    """A node's own seed, in [0, 2^63): nodes that were given one seed must not sample the same completions."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {peer_id}".encode()).digest()[:8], "little") >> 1
 
 
 def streams(seed: int, keys: NDArray[np.uint64], completions: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -78,7 +78,7 @@ class ReferenceEngine:
         return Rollout(groups=tuple(groups), report=report)
 
     def _check(self, requests: Sequence[GroupRequest], max_new_tokens: int) -> None:
-        limit = getattr(unwrap(self._policy.model).config, "max_position_embeddings", None)
+        limit = self._policy.context
         for index, request in enumerate(requests):
             if len(request.prompt) < 1 or request.size < 1:
                 raise ValueError(
