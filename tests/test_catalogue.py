@@ -296,6 +296,6 @@ def test_the_real_model_is_pulled_and_answers(tmp_path: Path, monkeypatch: pytes
     prompt = policy.encode_prompt("What is the capital of France?")
     assert policy.tokenizer.decode(prompt).endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     engine = ReferenceEngine(policy, RolloutOptions())
-    # Nearly greedy: what is drawn at higher temperatures depends on how the processor rounds.
-    rollout = engine.generate([GroupRequest(prompt, 4, 0)], seed=0, temperature=0.05, max_new_tokens=30)
+    # Which of the eight say so depends on how the processor rounds.
+    rollout = engine.generate([GroupRequest(prompt, 8, 0)], seed=0, temperature=0.3, max_new_tokens=30)
     assert any("Paris" in policy.decode(completion.tokens) for completion in rollout.groups[0])
