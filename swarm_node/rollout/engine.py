@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from swarm_protocols.group import Completion
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class GroupRequest:
     """G, at least 1 (training asks for at least 2)."""
     key: int
     """Identifies the group in the noise stream: same seed, key, completion and position give the same random number."""
+    budgets: tuple[int, ...] | None = None
+    """Pages that each completion may read besides the reserved three, whatever its position, one a completion; None: what the engine's
+    schedule says. Engines without sparse attention ignore it."""
+    observe: int = 0
+    """Of the first so many completions, keep the distributions that their tokens were drawn from."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,34 @@ class RolloutReport:
     """Share of slot-steps in which a slot of the batch held a finished completion, in [0, 1]."""
     straggler_seconds: float
     """Summed over groups: time between the moment half of the group had finished and its last completion."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed; a prompt that its group shares counts once."""
+    prefill_seconds: float = 0.0
+    """Of `seconds`, what prompts took; the rest is decoding."""
+    decode_steps: int = 0
+    """Steps in which running completions got a token each."""
+    preemptions: int = 0
+    """Completions that had to give up their cache for others and were computed again."""
+    sparse_share: float = 0.0
+    """Share of the sampled tokens whose attention was sparse, in [0, 1]."""
+    largest_budget: int = 0
+    """Most pages, besides the reserved three, that a sparse token could read; 0: nothing was sparse."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What one completion's tokens were drawn from."""
+
+    group: int
+    """Index of its request."""
+    member: int
+    """Index in its group."""
+    logits: Tensor
+    """(T, V), of the model's type, before the temperature; on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +76,8 @@ class Rollout:
 
     groups: tuple[tuple[Completion, ...], ...]
     report: RolloutReport
+    observed: tuple[Observed, ...] = ()
+    """As the requests asked."""
 
 
 class Engine(Protocol):
