@@ -115,7 +115,7 @@ def evaluate(
     for first in range(0, problems, step):
         batch = [task.problem(seed, index, split) for index in range(first, min(first + step, problems))]
         requests = [GroupRequest(policy.encode_prompt(problem.prompt), samples, problem.index) for problem in batch]
-        rollout = engine.generate(requests, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+        rollout = engine.generate(requests, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens, dense=True)
         for problem, group in zip(batch, rollout.groups, strict=True):
             right: list[bool] = []
             for completion in group:

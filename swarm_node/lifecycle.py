@@ -164,7 +164,7 @@ class Life:
     # -- parts of a life ----------------------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        for choice in self.policy.choices:
+        for choice in (*self.policy.choices, *self.node.engine.choices):
             self.say(choice)
         self.say(f"peer id {self.identity.peer_id}, home {self.home.path}")
         addresses = self._wait_for_addresses()

@@ -36,9 +36,9 @@ from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
+from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
-from swarm_node.rollout.reference import ReferenceEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
@@ -110,8 +110,10 @@ class Node:
         status: Status | None = None,
         clock: Callable[[], float] = time.time,
         sequence: int | None = None,
+        engine: Engine | None = None,
     ) -> None:
-        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds."""
+        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds. `engine` samples; by
+        default the one that the configuration asks for."""
         self.config = config
         self.policy = policy
         self.task = task
@@ -119,7 +121,7 @@ class Node:
         self.gossip = gossip
         self.status = status or Status(clock)
         self.clock = clock
-        self.engine: Engine = ReferenceEngine(policy, config.rollout)
+        self.engine: Engine = create_engine(policy, config.rollout) if engine is None else engine
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
         self.trainer = Trainer(policy, config.learning)
@@ -225,7 +227,7 @@ class Node:
         groups: list[ScoredGroup] = []
         rewards: list[Reward] = []
         for problem, prompt, completions in zip(problems, prompts, rollout.groups, strict=True):
-            group = self._group(problem, prompt, completions)
+            group = self._group(problem, prompt, completions, rollout.report.largest_budget)
             scores = self.score(problem, completions)
             rewards += [score for score in scores if score is not None]
             body = encode_group(group)
@@ -299,7 +301,7 @@ class Node:
                 scores.append(None)
         return scores
 
-    def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...]) -> Group:
+    def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], sparse_budget: int) -> Group:
         self._sequence += 1
         tag = PolicyTag(
             model=self.policy.name,
@@ -307,7 +309,7 @@ class Node:
             step=self.steps,
             engine=self.engine.name,
             dtype=str(self.policy.dtype).removeprefix("torch."),
-            sparse_budget=0,
+            sparse_budget=sparse_budget,
             temperature=self.config.rollout.temperature,
             group_size=len(completions),
         )

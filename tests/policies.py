@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from swarm_node.policy.fingerprint import fingerprint_policy, fingerprint_tokenizer
 from swarm_node.policy.policy import Policy
@@ -48,9 +56,34 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def random_policy(seed: int = 0, stop_ids: frozenset[int] = frozenset({2, 3}), layers: int = 2) -> Policy:
-    """A policy over `random_model` and `character_tokenizer`."""
-    model, tokenizer = random_model(seed, layers), character_tokenizer()
+def family_model(family: str, seed: int = 0, layers: int = 4, **changes: object) -> PreTrainedModel:
+    """A random model of an architecture that the sparse engine knows: heads of 32, two query heads a KV head."""
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.15,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | changes
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    model.generation_config = GenerationConfig(bos_token_id=1, pad_token_id=0, eos_token_id=[2, 3])
+    return model.eval()
+
+
+def random_policy(
+    seed: int = 0, stop_ids: frozenset[int] = frozenset({2, 3}), layers: int = 2, model: PreTrainedModel | None = None
+) -> Policy:
+    """A policy over `random_model`, or another model of 64 tokens, and `character_tokenizer`."""
+    model, tokenizer = random_model(seed, layers) if model is None else model, character_tokenizer()
     fingerprint = fingerprint_tokenizer(tokenizer, stop_ids)
     return Policy(
         model=model,

@@ -66,7 +66,7 @@ def evaluate(
 
     from swarm_node.evaluation import evaluate, load_trained
     from swarm_node.policy.loading import load_policy
-    from swarm_node.rollout.reference import ReferenceEngine
+    from swarm_node.rollout.create import create_engine
 
     results: list[tuple[str, int, Evaluation]] = []
     for name, config in models + nodes:
@@ -74,7 +74,7 @@ def evaluate(
         with _progress(name, problems) as progress:
             evaluation = evaluate(
                 policy,
-                ReferenceEngine(policy, config.rollout),
+                create_engine(policy, config.rollout),
                 loaded_task,
                 split.value,
                 problems,

@@ -52,7 +52,9 @@ class OverSamplingEngine(ReferenceEngine):
         super().__init__(policy, options)
         self._extra = extra
 
-    def generate(self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int) -> Rollout:
+    def generate(
+        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = True
+    ) -> Rollout:
         """Sample until each group has its size; the report counts what was thrown away as well. Errors as in `ReferenceEngine`."""
         wider = [replace(request, size=request.size + self._extra) for request in requests]
         rollout = super().generate(wider, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)

@@ -37,7 +37,7 @@ class RolloutReport:
     """Completion tokens sampled."""
     seconds: float
     slot_idle_share: float
-    """Share of slot-steps in which a slot of the batch held a finished completion, in [0, 1]."""
+    """Share of slot-steps in which a slot of the batch held no running completion, in [0, 1]."""
     straggler_seconds: float
     """Summed over groups: time between the moment half of the group had finished and its last completion."""
     prefill_tokens: int = 0
@@ -85,9 +85,14 @@ class Engine(Protocol):
 
     name: str
     """Stable name, sent in the policy tag: `reference`, `sparse`, `vllm`."""
+    choices: tuple[str, ...]
+    """Sentences that say what was chosen and why."""
 
-    def generate(self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int) -> Rollout:
-        """Sample every group to its end (stop token or `max_new_tokens`)."""
+    def generate(
+        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = False
+    ) -> Rollout:
+        """Sample every group to its end (stop token or `max_new_tokens`). With `dense` from the policy itself, whatever makes rollouts
+        cheaper: that is what an evaluation measures."""
 
     def policy_updated(self, step: int) -> None:
         """The policy's weights changed; nothing computed with the old ones may be read again."""

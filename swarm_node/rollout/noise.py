@@ -25,10 +25,12 @@ def streams(seed: int, keys: NDArray[np.uint64], completions: NDArray[np.uint64]
         return _mix(_mix(start + keys * _INCREMENT) + (completions + np.uint64(1)) * _INCREMENT)
 
 
-def uniforms(streams: NDArray[np.uint64], position: int) -> NDArray[np.float64]:
-    """The number of each stream (B,) at a token position: uniform in the open interval (0, 1), a multiple of 2^-53."""
+def uniforms(streams: NDArray[np.uint64], positions: int | NDArray[np.int64]) -> NDArray[np.float64]:
+    """The number of each stream (B,) at a token position, one for all or one a stream: uniform in the open interval (0, 1), a multiple of
+    2^-53."""
     with np.errstate(over="ignore"):
-        bits = _mix(streams + np.full(1, position + 1, dtype=np.uint64) * _INCREMENT)
+        counters = np.atleast_1d(np.asarray(positions, dtype=np.int64)).astype(np.uint64) + np.uint64(1)
+        bits = _mix(streams + counters * _INCREMENT)
     # 52 bits and a half: neither 0 nor 1 can come out, and every value is exact in float64.
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 

@@ -12,8 +12,9 @@ from swarm_node.options import Options
 class RolloutOptions(Options):
     """`[rollout]`: how groups are sampled."""
 
-    engine: Literal["reference"] = "reference"
-    """Which engine samples; `reference` is dense and simple, and judges every other."""
+    engine: Literal["sparse", "reference", "vllm"] = "sparse"
+    """Which engine samples: `sparse` pages its cache and reads what its schedule allows; `reference` is dense and simple, and judges every
+    other; `vllm` is dense and needs vLLM in the same environment."""
     prompts_per_step: int = Field(4, ge=1, le=1024)
     """Groups sampled in one step."""
     max_new_tokens: int = Field(192, ge=1, le=32768)
@@ -21,4 +22,8 @@ class RolloutOptions(Options):
     temperature: float = Field(1.0, ge=0.05, le=4)
     """Sampling temperature; log-probs describe the tempered distribution. Peers refuse groups below 0.05."""
     max_batch: int = Field(128, ge=1)
-    """Completions decoded together at most; larger steps are sampled in several batches."""
+    """Completions decoded together at most; others wait for a place."""
+    prefill_tokens: int = Field(1024, ge=16)
+    """Prompt tokens that the sparse engine computes between two decode steps at most."""
+    cache_gib: float | None = Field(None, gt=0)
+    """Memory of the sparse engine's KV cache at most, in GiB; unset: 40 % of what is free. What a step cannot use is not taken."""

@@ -18,6 +18,7 @@ from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
 from swarm_node.rollout.growing_cache import growing_cache
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.requests import check_requests
 from swarm_node.rollout.sampler import draw
 from swarm_node.rollout.slots import Slots
 
@@ -29,7 +30,8 @@ class ReferenceEngine:
 
     name = "reference"
 
-    def __init__(self, policy: Policy, options: RolloutOptions) -> None:
+    def __init__(self, policy: Policy, options: RolloutOptions, choice: str = "engine reference: as asked") -> None:
+        self.choices: tuple[str, ...] = (choice,)
         self._policy = policy
         self._max_batch = options.max_batch
 
@@ -37,14 +39,16 @@ class ReferenceEngine:
         """Nothing to forget: no cache outlives a call of `generate`."""
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int) -> Rollout:
-        """Sample every group to its end.
+    def generate(
+        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = True
+    ) -> Rollout:
+        """Sample every group to its end; it is always dense.
 
         Raises:
             ValueError: an empty prompt, a group of size 0, or a prompt that leaves no room for `max_new_tokens` in the model's context.
             FloatingPointError: the model's logits are not finite.
         """
-        self._check(requests, max_new_tokens)
+        check_requests(requests, max_new_tokens, self._policy.context)
         model = self._policy.model
         training = model.training
         model.eval()
@@ -76,19 +80,6 @@ class ReferenceEngine:
             straggler_seconds=straggling,
         )
         return Rollout(groups=tuple(groups), report=report)
-
-    def _check(self, requests: Sequence[GroupRequest], max_new_tokens: int) -> None:
-        limit = self._policy.context
-        for index, request in enumerate(requests):
-            if len(request.prompt) < 1 or request.size < 1:
-                raise ValueError(
-                    f"request {index} has {len(request.prompt)} prompt tokens and size {request.size}; both must be at least 1"
-                )
-            if limit is not None and len(request.prompt) + max_new_tokens > limit:
-                raise ValueError(
-                    f"request {index}: {len(request.prompt)} prompt tokens and max_new_tokens {max_new_tokens} exceed the model's context "
-                    f"of {limit} tokens; lower rollout.max_new_tokens"
-                )
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(request, member) of each slot, in order, at most `max_batch` slots at a time; only a larger group is cut."""

@@ -1,0 +1,177 @@
+"""Walk the policy's own modules over the paged cache: dense prefill of many sequences at once, and one token a sequence.
+
+The modules are called as they are, so whatever wraps a linear layer (an adapter, a hook) takes part, and a weight update needs no
+hand-over. Only attention, the rotation and the writes into the cache are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from numpy.typing import NDArray
+from swarm_kernels.interface import DecodeStep, Kernels
+from swarm_kernels.layout import RESERVED_PAGES, LayerCache, gather
+from torch import Tensor
+
+from swarm_node.policy.policy import Policy
+from swarm_node.rollout.families import Anatomy, Layer, dissect
+from swarm_node.rollout.paged_cache import Batch, CachedSequence, PagedCache
+
+if TYPE_CHECKING:
+    from swarm_node.policy.rollout_adapter import RolloutAdapter
+
+DENSE_LAYERS = 2
+"""The first layers stay dense (Sparrow)."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence that prefill computes now."""
+
+    sequence: CachedSequence
+    tokens: NDArray[np.int32]
+    """(T,), the sequence's tokens from `start` on."""
+    start: int
+    """Tokens of the sequence that are in the cache already."""
+
+
+class ModelRunner:
+    """Hidden states out of token ids. Call it in inference mode."""
+
+    adapter: RolloutAdapter | None = None
+    """Takes part in everything that the runner computes, and in nothing else."""
+
+    def __init__(self, policy: Policy, kernels: Kernels) -> None:
+        """Raises Unsupported, see `dissect`."""
+        self.anatomy: Anatomy = dissect(policy.model)
+        self.kernels = kernels
+        self.device = policy.device
+        # A fixed number keeps a completion's attention the same whatever runs beside it.
+        self._splits = 8 if policy.device.type == "cuda" else 2
+
+    def prefill(self, chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:
+        """Compute chunks of prompts with dense attention and write their keys and values.
+
+        Returns:
+            The hidden state of each chunk's last token after the final norm, (chunks, H).
+        """
+        ids = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks])).to(self.device)
+        positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        slots = torch.cat([cache.slots(chunk.sequence, chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        spans = [_Span(chunk, cache) for chunk in chunks]
+        bounds = np.cumsum([0] + [len(chunk.tokens) for chunk in chunks])
+        with self._adapted():
+            hidden = self.anatomy.embedding(ids)
+            cosines, sines = self._angles(hidden, positions)
+            for layer, layer_cache in zip(self.anatomy.layers, cache.layers, strict=True):
+                query, keys, values = self._project(layer, layer.input_norm(hidden))
+                angles = {"query": query, "cosines": cosines, "sines": sines} if layer.rotary else {}
+                self.kernels.append(keys, values, slots, layer_cache, **angles)
+                parts = [
+                    span.attend(query[first:last], layer_cache, layer)
+                    for span, first, last in zip(spans, bounds[:-1], bounds[1:], strict=True)
+                ]
+                hidden = self._finish(layer, hidden, torch.cat(parts))
+            last = torch.from_numpy(bounds[1:] - 1).to(self.device)
+            result: Tensor = self.anatomy.norm(hidden[last])
+        return result
+
+    def decode(self, tokens: Tensor, positions: NDArray[np.int64], batch: Batch, cache: PagedCache, budgets: NDArray[np.int32]) -> Tensor:
+        """Compute one token of each of B sequences.
+
+        Args:
+            tokens: (B,) ids, on the policy's device.
+            positions: (B,), of these tokens in their sequences.
+            batch: Where the cache put them.
+            budgets: (B,) pages that the sparse layers may read besides the reserved three; where all sequences are shorter, nothing is
+                selected and attention is dense.
+
+        Returns:
+            Hidden states after the final norm, (B, H).
+        """
+        pages = batch.table.shape[1]
+        sparse = bool((budgets + RESERVED_PAGES < -(-(positions + 1) // cache.layout.page_size)).any())
+        with self._adapted():
+            hidden = self.anatomy.embedding(tokens)
+            cosines, sines = self._angles(hidden, positions)
+            step = DecodeStep(batch.table, batch.lengths, batch.slots, 1.0, self._splits, cosines, sines)
+            if sparse:
+                step.list_width = min(int(np.minimum(budgets, pages).max()) + RESERVED_PAGES, pages)
+                step.budgets = torch.from_numpy(budgets).to(self.device)
+            plain = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
+            for index, (layer, layer_cache) in enumerate(zip(self.anatomy.layers, cache.layers, strict=True)):
+                query, keys, values = self._project(layer, layer.input_norm(hidden))
+                shared = step if layer.rotary else plain
+                shared.scale = layer.scale
+                attended = self.kernels.decode_layer(
+                    shared,
+                    layer_cache,
+                    query,
+                    keys,
+                    values,
+                    sparse=sparse and index >= DENSE_LAYERS and not layer.window,
+                    window=layer.window,
+                )
+                hidden = self._finish(layer, hidden, attended)
+            result: Tensor = self.anatomy.norm(hidden)
+        return result
+
+    def _adapted(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.adapter is None else self.adapter.active()
+
+    def _angles(self, hidden: Tensor, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        cosines, sines = self.anatomy.rotary(hidden, torch.from_numpy(positions).to(self.device)[None])
+        return cosines[0], sines[0]
+
+    def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query (N, query heads, head size), keys and values (N, KV heads, head size), not rotated yet."""
+        anatomy, count = self.anatomy, len(normed)
+        query = layer.query(normed).view(count, anatomy.query_heads, anatomy.head_size)
+        keys = layer.key(normed).view(count, anatomy.kv_heads, anatomy.head_size)
+        values = layer.value(normed).view(count, anatomy.kv_heads, anatomy.head_size)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, keys = layer.query_norm(query), layer.key_norm(keys)
+        return query, keys, values
+
+    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention in a layer: hidden (N, H), attended (N, query heads, head size)."""
+        hidden = hidden + layer.output(attended.flatten(1))
+        normed = layer.middle_norm(hidden)
+        return hidden + layer.down(layer.activation(layer.gate(normed)) * layer.up(normed))
+
+
+class _Span:
+    """Where one chunk's sequence lies, and who sees whom in it."""
+
+    def __init__(self, chunk: Chunk, cache: PagedCache) -> None:
+        self._start = chunk.start
+        self._length = chunk.start + len(chunk.tokens)
+        self._pages = cache.row(chunk.sequence)
+
+    def attend(self, query: Tensor, cache: LayerCache, layer: Layer) -> Tensor:
+        """Dense causal attention of a chunk's rotated query (T, query heads, head size) over everything up to it."""
+        keys, values = gather(cache, self._pages, self._length)
+        causal = self._start == 0 and (not layer.window or self._length <= layer.window)
+        out = functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=None if causal else self._mask(layer.window, query.device),
+            is_causal=causal,
+            scale=layer.scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
+    def _mask(self, window: int, device: torch.device) -> Tensor:
+        """(T, length) bool: what each token of the chunk sees."""
+        rows = torch.arange(self._start, self._length, device=device)[:, None]
+        columns = torch.arange(self._length, device=device)
+        seen = columns <= rows
+        return seen & (columns > rows - window) if window else seen
