@@ -79,6 +79,12 @@ class Kernels(Protocol):
         query (B, query heads, head size); keys, values (B, KV heads, head size). Returns (B, query heads, head size).
         """
 
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Residual sum and RMS norm, see `elementwise/naive.py`."""
+
+    def gate(self, gates: Tensor, values: Tensor) -> Tensor:
+        """The middle of a gated MLP, see `elementwise/naive.py`."""
+
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,21 +22,34 @@ class Unsupported(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm: its weight is read at every use, so it follows the policy's updates."""
+
+    module: Any
+    epsilon: float
+
+    @property
+    def weight(self) -> Tensor:
+        """(H,)"""
+        weight: Tensor = self.module.weight
+        return weight
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One decoder layer: the policy's own modules, and the facts of its attention."""
 
-    input_norm: nn.Module
+    input_norm: Norm
     query: nn.Module
     key: nn.Module
     value: nn.Module
     output: nn.Module
-    query_norm: nn.Module | None
-    key_norm: nn.Module | None
-    middle_norm: nn.Module
+    query_norm: Norm | None
+    key_norm: Norm | None
+    middle_norm: Norm
     gate: nn.Module
     up: nn.Module
     down: nn.Module
-    activation: Callable[[Tensor], Tensor]
     scale: float
     window: int
     """Tokens that a sliding window sees; 0: all."""
@@ -52,7 +64,7 @@ class Anatomy:
     embedding: nn.Module
     rotary: nn.Module
     layers: tuple[Layer, ...]
-    norm: nn.Module
+    norm: Norm
     query_heads: int
     kv_heads: int
     head_size: int
@@ -62,8 +74,8 @@ def dissect(model: nn.Module) -> Anatomy:
     """The parts of a model, inside whatever wraps it; its modules are referred to, not copied.
 
     Raises:
-        Unsupported: another family, a head size without a kernel, more query heads a KV head than the kernels take, or rotary angles that
-            depend on more than the position.
+        Unsupported: another family, a head size without a kernel, more query heads a KV head than the kernels take, another activation, or
+            rotary angles that depend on more than the position.
     """
     causal = unwrap(model)
     config = causal.config
@@ -76,13 +88,19 @@ def dissect(model: nn.Module) -> Anatomy:
         raise Unsupported(f"the model has heads of {size}; there are kernels for {HEAD_SIZES}")
     if heads // kv_heads > MAX_GROUP:
         raise Unsupported(f"{heads // kv_heads} query heads share a KV head; there are kernels for up to {MAX_GROUP}")
+    if config.hidden_act not in ("silu", "swish"):
+        raise Unsupported(f"the model's activation is {config.hidden_act}; the sparse engine knows silu")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROTARY:
         raise Unsupported(f"the model's rotary embedding is {rope}; the sparse engine knows {', '.join(ROTARY)}")
     if transformer.rotary_emb(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.long))[0].shape[-1] != size:
         raise Unsupported("the model rotates only a part of each head")
     layers = tuple(_layer(module, index, config) for index, module in enumerate(transformer.layers))
-    return Anatomy(transformer.embed_tokens, transformer.rotary_emb, layers, transformer.norm, heads, kv_heads, size)
+    return Anatomy(transformer.embed_tokens, transformer.rotary_emb, layers, _norm(transformer.norm), heads, kv_heads, size)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module, float(module.variance_epsilon))
 
 
 def _layer(module: Any, index: int, config: Any) -> Layer:
@@ -90,18 +108,17 @@ def _layer(module: Any, index: int, config: Any) -> Layer:
     # Mistral has one window for all layers and no attribute for it; the others say per layer.
     window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
     return Layer(
-        input_norm=module.input_layernorm,
+        input_norm=_norm(module.input_layernorm),
         query=attention.q_proj,
         key=attention.k_proj,
         value=attention.v_proj,
         output=attention.o_proj,
-        query_norm=getattr(attention, "q_norm", None),
-        key_norm=getattr(attention, "k_norm", None),
-        middle_norm=module.post_attention_layernorm,
+        query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        middle_norm=_norm(module.post_attention_layernorm),
         gate=mlp.gate_proj,
         up=mlp.up_proj,
         down=mlp.down_proj,
-        activation=mlp.act_fn,
         scale=attention.scaling,
         window=int(window or 0),
         rotary=bool(getattr(attention, "use_rope", True)),

@@ -20,7 +20,7 @@ from swarm_kernels.layout import RESERVED_PAGES, LayerCache, gather
 from torch import Tensor
 
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.families import Anatomy, Layer, dissect
+from swarm_node.rollout.families import Anatomy, Layer, Norm, dissect
 from swarm_node.rollout.paged_cache import Batch, CachedSequence, PagedCache
 
 if TYPE_CHECKING:
@@ -69,18 +69,20 @@ class ModelRunner:
         with self._adapted():
             hidden = self.anatomy.embedding(ids)
             cosines, sines = self._angles(hidden, positions)
+            delta: Tensor | None = None
             for layer, layer_cache in zip(self.anatomy.layers, cache.layers, strict=True):
-                query, keys, values = self._project(layer, layer.input_norm(hidden))
+                hidden, normed = self._norm(layer.input_norm, hidden, delta)
+                query, keys, values = self._project(layer, normed)
                 angles = {"query": query, "cosines": cosines, "sines": sines} if layer.rotary else {}
                 self.kernels.append(keys, values, slots, layer_cache, **angles)
                 parts = [
                     span.attend(query[first:last], layer_cache, layer)
                     for span, first, last in zip(spans, bounds[:-1], bounds[1:], strict=True)
                 ]
-                hidden = self._finish(layer, hidden, torch.cat(parts))
+                hidden, delta = self._finish(layer, hidden, torch.cat(parts))
+            assert delta is not None
             last = torch.from_numpy(bounds[1:] - 1).to(self.device)
-            result: Tensor = self.anatomy.norm(hidden[last])
-        return result
+            return self._norm(self.anatomy.norm, hidden[last], delta[last])[1]
 
     def decode(self, tokens: Tensor, positions: NDArray[np.int64], batch: Batch, cache: PagedCache, budgets: NDArray[np.int32]) -> Tensor:
         """Compute one token of each of B sequences.
@@ -105,8 +107,10 @@ class ModelRunner:
                 step.list_width = min(int(np.minimum(budgets, pages).max()) + RESERVED_PAGES, pages)
                 step.budgets = torch.from_numpy(budgets).to(self.device)
             plain = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
+            delta: Tensor | None = None
             for index, (layer, layer_cache) in enumerate(zip(self.anatomy.layers, cache.layers, strict=True)):
-                query, keys, values = self._project(layer, layer.input_norm(hidden))
+                hidden, normed = self._norm(layer.input_norm, hidden, delta)
+                query, keys, values = self._project(layer, normed)
                 shared = step if layer.rotary else plain
                 shared.scale = layer.scale
                 attended = self.kernels.decode_layer(
@@ -118,9 +122,8 @@ class ModelRunner:
                     sparse=sparse and index >= DENSE_LAYERS and not layer.window,
                     window=layer.window,
                 )
-                hidden = self._finish(layer, hidden, attended)
-            result: Tensor = self.anatomy.norm(hidden)
-        return result
+                hidden, delta = self._finish(layer, hidden, attended)
+            return self._norm(self.anatomy.norm, hidden, delta)[1]
 
     def _adapted(self) -> AbstractContextManager[object]:
         return nullcontext() if self.adapter is None else self.adapter.active()
@@ -129,21 +132,24 @@ class ModelRunner:
         cosines, sines = self.anatomy.rotary(hidden, torch.from_numpy(positions).to(self.device)[None])
         return cosines[0], sines[0]
 
+    def _norm(self, norm: Norm, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.kernels.add_norm(hidden, delta, norm.weight, norm.epsilon)
+
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query (N, query heads, head size), keys and values (N, KV heads, head size), not rotated yet."""
-        anatomy, count = self.anatomy, len(normed)
-        query = layer.query(normed).view(count, anatomy.query_heads, anatomy.head_size)
-        keys = layer.key(normed).view(count, anatomy.kv_heads, anatomy.head_size)
-        values = layer.value(normed).view(count, anatomy.kv_heads, anatomy.head_size)
+        size = self.anatomy.head_size
+        query, keys, values = layer.query(normed), layer.key(normed), layer.value(normed)
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, keys = layer.query_norm(query), layer.key_norm(keys)
-        return query, keys, values
+            query = self._norm(layer.query_norm, query.view(-1, size), None)[1]
+            keys = self._norm(layer.key_norm, keys.view(-1, size), None)[1]
+        count, heads, kv_heads = len(normed), self.anatomy.query_heads, self.anatomy.kv_heads
+        return query.view(count, heads, size), keys.view(count, kv_heads, size), values.view(count, kv_heads, size)
 
-    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention in a layer: hidden (N, H), attended (N, query heads, head size)."""
-        hidden = hidden + layer.output(attended.flatten(1))
-        normed = layer.middle_norm(hidden)
-        return hidden + layer.down(layer.activation(layer.gate(normed)) * layer.up(normed))
+    def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows attention in a layer, for hidden (N, H) and attended (N, query heads, head size): the residual stream and what the
+        next norm adds to it."""
+        hidden, normed = self._norm(layer.middle_norm, hidden, layer.output(attended.flatten(1)))
+        return hidden, layer.down(self.kernels.gate(layer.gate(normed), layer.up(normed)))
 
 
 class _Span:

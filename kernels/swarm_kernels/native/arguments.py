@@ -51,4 +51,12 @@ class LogprobArguments(ctypes.Structure):
     )
 
 
-STRUCTURES = (AppendArguments, SelectArguments, AttendArguments, DecodeArguments, LogprobArguments)
+class NormArguments(ctypes.Structure):
+    _fields_ = [*_fields("hidden delta weight total out", "", "dtype rows columns threads"), ("epsilon", ctypes.c_float)]
+
+
+class GateArguments(ctypes.Structure):
+    _fields_ = _fields("gates values out", "count", "dtype threads")
+
+
+STRUCTURES = (AppendArguments, SelectArguments, AttendArguments, DecodeArguments, LogprobArguments, NormArguments, GateArguments)

@@ -1,6 +1,7 @@
 // The C interface of the CPU kernels, called through ctypes (native/library.py), which checks the arguments.
 #include "append.h"
 #include "attention.h"
+#include "elementwise.h"
 #include "logprob.h"
 #include "selection.h"
 
@@ -33,6 +34,10 @@ void swarm_decode(const DecodeArguments* a) {
     swarm_attend(&a->attend);
 }
 
+void swarm_norm(const NormArguments* a) { FOR_DTYPE(a->dtype, elementwise::norm) }
+
+void swarm_gate(const GateArguments* a) { FOR_DTYPE(a->dtype, elementwise::gate) }
+
 void swarm_logprob_forward(const LogprobArguments* a) { FOR_DTYPE(a->dtype, logprob::forward) }
 
 void swarm_logprob_backward(const LogprobArguments* a) { FOR_DTYPE(a->dtype, logprob::backward) }
@@ -47,7 +52,8 @@ uint64_t swarm_read(const uint64_t* words, int64_t count, int32_t threads) {
 
 // Sizes of the argument structures, so that the caller can tell that both sides agree on them.
 int32_t swarm_argument_bytes(int32_t which) {
-    const size_t sizes[] = {sizeof(AppendArguments), sizeof(SelectArguments), sizeof(AttendArguments), sizeof(DecodeArguments), sizeof(LogprobArguments)};
+    const size_t sizes[] = {sizeof(AppendArguments), sizeof(SelectArguments), sizeof(AttendArguments), sizeof(DecodeArguments), sizeof(LogprobArguments),
+                            sizeof(NormArguments), sizeof(GateArguments)};
     return static_cast<int32_t>(sizes[which]);
 }
 

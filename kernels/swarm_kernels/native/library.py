@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swarm_kernels.checks import check_attend, check_cache, check_select
+from swarm_kernels.elementwise import naive
 from swarm_kernels.interface import DecodeStep
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.native.arguments import (
@@ -16,11 +17,15 @@ from swarm_kernels.native.arguments import (
     AppendArguments,
     AttendArguments,
     DecodeArguments,
+    GateArguments,
     LogprobArguments,
+    NormArguments,
     SelectArguments,
 )
 from swarm_kernels.native.build import BuildError, build
 
+WIDTH = 32
+"""Elements that the vectors of the elementwise kernels take at once; other widths are computed by torch."""
 TASKS_A_THREAD = 4
 """Splits are added until every thread has this many (sequence, KV head, split) tasks, so that uneven lengths still balance."""
 
@@ -120,6 +125,41 @@ class NativeKernels:
         self._arguments.sparse = sparse
         attend.pages = select.pages if sparse else None
         self.library.swarm_decode(ctypes.byref(self._arguments))
+        return out
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        rows, columns = hidden.shape
+        same = all(part.is_contiguous() and part.dtype == hidden.dtype for part in (hidden, weight, hidden if delta is None else delta))
+        if columns % WIDTH or not same:
+            return naive.add_norm(hidden, delta, weight, epsilon)
+        out, total = torch.empty_like(hidden), hidden if delta is None else torch.empty_like(hidden)
+        self.library.swarm_norm(
+            ctypes.byref(
+                NormArguments(
+                    hidden.data_ptr(),
+                    _pointer(delta),
+                    weight.data_ptr(),
+                    total.data_ptr(),
+                    out.data_ptr(),
+                    DTYPE_CODES[hidden.dtype],
+                    rows,
+                    columns,
+                    torch.get_num_threads(),
+                    epsilon,
+                )
+            )
+        )
+        return total, out
+
+    def gate(self, gates: Tensor, values: Tensor) -> Tensor:
+        count = gates.numel()
+        if count % WIDTH or not (gates.is_contiguous() and values.is_contiguous() and gates.dtype == values.dtype):
+            return naive.gate(gates, values)
+        out = torch.empty_like(gates)
+        arguments = GateArguments(
+            gates.data_ptr(), values.data_ptr(), out.data_ptr(), count, DTYPE_CODES[gates.dtype], torch.get_num_threads()
+        )
+        self.library.swarm_gate(ctypes.byref(arguments))
         return out
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
