@@ -1,6 +1,6 @@
-"""Measures the CPU decode kernels against the floor that memory reads set, in one run: `python -m swarm_kernels.measure --help`.
+"""Measures kernels against the floor that memory reads set, in one run: `python -m swarm_kernels.measure --help`.
 
-Every round times each candidate once, so that all see the same neighbours; the table shows medians and each candidate's share of the floor.
+Every round times each candidate once, so that all see the same neighbours; the rows are medians and each candidate's share of the floor.
 """
 
 from __future__ import annotations
@@ -10,104 +10,240 @@ import ctypes
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from swarm_kernels.backend import choose_backend
+from swarm_kernels.interface import Kernels
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache, PageLayout, allocate, gather
 from swarm_kernels.native.library import NativeKernels
 from swarm_kernels.portable import TorchKernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PAGE_SIZE = 16
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
-    """One row a candidate: name, milliseconds of one decode step over all layers, bytes that it has to read, GB/s, share of the floor."""
-    torch.set_num_threads(options.threads)
-    pages = options.length // 16
-    layout = PageLayout(options.layers, options.batch * pages, options.kv_heads, options.head_size, 16, DTYPES[options.dtype])
-    caches = allocate(layout)
-    for cache in caches:
-        for part in (cache.keys, cache.values, cache.centroids):
-            part.fill_(0.5)
-    order = torch.randperm(layout.pages) if options.scattered else torch.arange(layout.pages)
-    table = order.to(torch.int32).view(options.batch, pages)
-    lengths = torch.full((options.batch,), options.length, dtype=torch.int32)
-    query = torch.randn(options.batch, options.kv_heads * options.group, options.head_size).to(layout.dtype)
-    budgets = torch.full((options.batch,), options.budget, dtype=torch.int32)
-    width = min(options.budget + RESERVED_PAGES, pages)
-    scale = options.head_size**-0.5
-    native, portable = NativeKernels(), TorchKernels()
+@dataclass(frozen=True)
+class Workload:
+    """The attention of one decode step; the defaults are SmolLM2-135M's at batch 8."""
+
+    batch: int = 8
+    length: int = 4096
+    """Tokens of each sequence, a multiple of the page size."""
+    layers: int = 30
+    """As many as a model has: their cache must not fit into the processor's own."""
+    kv_heads: int = 3
+    group: int = 3
+    """Query heads a KV head."""
+    head_size: int = 64
+    budget: int = 61
+    """Pages besides the reserved three."""
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    scattered: bool = False
+    """Whether pages lie in random order instead of as a fresh cache hands them out."""
+
+    @property
+    def pages(self) -> int:
+        """Pages of one sequence."""
+        return self.length // PAGE_SIZE
+
+    @property
+    def list_width(self) -> int:
+        """Pages that a sparse step reads of one sequence."""
+        return min(self.budget + RESERVED_PAGES, self.pages)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of all sequences and layers: what dense attention has to read."""
+        return 2 * self.batch * self.length * self.token_width * self.layers
+
+    @property
+    def centroid_bytes(self) -> int:
+        """Centroids of all pages: what selection has to read."""
+        return self.batch * self.pages * self.token_width * self.layers
+
+    @property
+    def token_width(self) -> int:
+        """Bytes of one token's keys in one layer."""
+        return self.kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time."""
+
+    name: str
+    run: Callable[[], object]
+    size: float
+    """Bytes that it has to move at least."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a candidate came to."""
+
+    name: str
+    seconds: tuple[float, ...]
+    """Of each round."""
+    size: float
+    """Bytes that it has to move at least."""
+    floor: float
+    """Bytes a second of the candidate that the others are held against."""
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.size / self.median
+
+    @property
+    def share(self) -> float:
+        """Of the floor's rate."""
+        return self.rate / self.floor
+
+
+class StepData:
+    """The tensors of a workload: a full cache, and the arguments of a step over it."""
+
+    def __init__(self, workload: Workload) -> None:
+        w, device = workload, workload.device
+        self.workload = workload
+        self.caches = allocate(PageLayout(w.layers, w.batch * w.pages, w.kv_heads, w.head_size, PAGE_SIZE, w.dtype, device))
+        for cache in self.caches:
+            for part in (cache.keys, cache.values, cache.centroids):
+                part.fill_(0.5)
+        generator = torch.Generator().manual_seed(0)
+        count = w.batch * w.pages
+        order = torch.randperm(count, generator=generator) if w.scattered else torch.arange(count)
+        self.table = order.to(torch.int32).view(w.batch, w.pages).to(device)
+        self.lengths = torch.full((w.batch,), w.length, dtype=torch.int32, device=device)
+        self.budgets = torch.full((w.batch,), w.budget, dtype=torch.int32, device=device)
+        self.query = torch.randn(w.batch, w.kv_heads * w.group, w.head_size, generator=generator).to(device, w.dtype)
+        self.scale = w.head_size**-0.5
+
+    def select(self, kernels: Kernels, cache: LayerCache) -> Tensor:
+        """Page lists of one layer."""
+        return kernels.select_pages(self.query, cache, self.table, self.lengths, self.budgets, self.workload.list_width)
+
+    def attend(self, kernels: Kernels, cache: LayerCache, pages: Tensor | None = None) -> Tensor:
+        """Attention of one layer."""
+        return kernels.attend(self.query, cache, self.table, self.lengths, scale=self.scale, pages=pages)[0]
+
+    def every_layer(self, run: Callable[[LayerCache], object]) -> Callable[[], None]:
+        """`run` over all layers, one after the other, as a step does."""
+
+        def step() -> None:
+            for cache in self.caches:
+                run(cache)
+
+        return step
+
+    def floor(self, kernels: Kernels) -> Candidate:
+        """Reading the whole cache once."""
+        read = reader(kernels)
+        keys = [cache.keys for cache in self.caches]
+        flat = [torch.empty(0, dtype=part.dtype, device=part.device).set_(part.untyped_storage()) for part in keys]
+
+        def run() -> None:
+            for tensor in flat:
+                read(tensor)
+
+        return Candidate("memory read (floor)", run, self.workload.cache_bytes)
+
+
+def reader(kernels: Kernels) -> Callable[[Tensor], object]:
+    """A function that reads a contiguous tensor, of a whole number of 8-byte words, once and as fast as memory allows."""
+    if isinstance(kernels, NativeKernels):
+        library = kernels.library
+
+        def read(tensor: Tensor) -> object:
+            words = ctypes.c_int64(tensor.nbytes // 8)
+            return library.swarm_read(ctypes.c_void_p(tensor.data_ptr()), words, torch.get_num_threads())
+
+        return read
+    return lambda tensor: tensor.view(torch.float32).sum()
+
+
+def measure(candidates: Sequence[Candidate], rounds: int, device: torch.device) -> list[Row]:
+    """Time every candidate once a round, after a round that does not count. The first candidate is the floor of the others."""
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for _ in range(rounds + 1):
+        for times, candidate in zip(seconds, candidates, strict=True):
+            _wait(device)
+            start = time.perf_counter()
+            candidate.run()
+            _wait(device)
+            times.append(time.perf_counter() - start)
+    floor = candidates[0].size / statistics.median(seconds[0][1:])
+    return [Row(one.name, tuple(times[1:]), one.size, floor) for one, times in zip(candidates, seconds, strict=True)]
+
+
+def rivals(workload: Workload, kernels: Kernels) -> list[Candidate]:
+    """Our kernels and the other ways to do the attention of a decode step, the floor first."""
+    data, portable = StepData(workload), TorchKernels()
     contiguous = {
-        id(cache): [torch.stack(parts) for parts in zip(*(gather(cache, row, options.length) for row in table), strict=True)]
-        for cache in caches
+        id(cache): [torch.stack(parts) for parts in zip(*(gather(cache, row, workload.length) for row in data.table), strict=True)]
+        for cache in data.caches
     }
 
-    def read(cache: LayerCache) -> None:
-        words = cache.keys.untyped_storage().nbytes() // 8
-        native.library.swarm_read(ctypes.c_void_p(cache.keys.data_ptr()), ctypes.c_int64(words), torch.get_num_threads())
-
-    def sparse(cache: LayerCache) -> None:
-        chosen = native.select_pages(query, cache, table, lengths, budgets, width)
-        native.attend(query, cache, table, lengths, scale=scale, pages=chosen)
-
-    def sdpa(cache: LayerCache) -> None:
+    def sdpa(cache: LayerCache) -> Tensor:
         keys, values = contiguous[id(cache)]
-        scaled_dot_product_attention(query[:, :, None], keys, values, scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(data.query[:, :, None], keys, values, scale=data.scale, enable_gqa=True)
 
-    cached = 2 * options.batch * options.length * options.kv_heads * options.head_size * layout.dtype.itemsize * options.layers
-    chosen_share, centroid_share = width / pages, 1 / 32
-    candidates: list[tuple[str, Callable[[LayerCache], None], float]] = [
-        ("memory read (floor)", read, cached),
-        ("dense, native", lambda cache: void(native.attend(query, cache, table, lengths, scale=scale)), cached),
-        (f"sparse, native, {width} pages", sparse, cached * (chosen_share + centroid_share)),
-        ("dense, SDPA, contiguous", sdpa, cached),
-        ("dense, torch gathers", lambda cache: void(portable.attend(query, cache, table, lengths, scale=scale)), cached),
+    def sparse(cache: LayerCache) -> Tensor:
+        return data.attend(kernels, cache, data.select(kernels, cache))
+
+    dense_bytes = workload.cache_bytes
+    sparse_bytes = dense_bytes * workload.list_width / workload.pages + workload.centroid_bytes
+    named: list[tuple[str, Callable[[LayerCache], object], float]] = [
+        (f"dense, {kernels.name}", lambda cache: data.attend(kernels, cache), dense_bytes),
+        (f"sparse, {kernels.name}, {workload.list_width} pages", sparse, sparse_bytes),
+        ("dense, SDPA, contiguous", sdpa, dense_bytes),
+        ("dense, torch gathers", lambda cache: data.attend(portable, cache), dense_bytes),
     ]
-    seconds: dict[str, list[float]] = {name: [] for name, _, _ in candidates}
-    for _ in range(options.rounds):
-        for name, run, _ in candidates:
-            start = time.perf_counter()
-            for cache in caches:
-                run(cache)
-            seconds[name].append(time.perf_counter() - start)
-    rows: list[dict[str, float | str]] = []
-    floor = 0.0
-    for name, _, size in candidates:
-        median = statistics.median(seconds[name])
-        rate = size / median / 1e9
-        floor = floor or rate
-        rows.append({"name": name, "ms": median * 1e3, "MB": size / 1e6, "GB/s": rate, "share of floor": rate / floor})
-    return rows
+    return [data.floor(kernels), *(Candidate(name, data.every_layer(run), size) for name, run, size in named)]
 
 
-def void(_: object) -> None:
-    """Drop a result."""
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="GB/s of the CPU decode kernels; the defaults are one SmolLM2-135M step at batch 8.")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence, a multiple of 16")
-    parser.add_argument("--layers", type=int, default=30, help="as many as a model has: their cache must not fit the processor's own")
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--group", type=int, default=3, help="query heads a KV head")
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=61, help="pages besides the reserved three")
+    parser = argparse.ArgumentParser(description="GB/s of decode attention; the defaults are one SmolLM2-135M step at batch 8.")
+    parser.add_argument("--batch", type=int, default=Workload.batch)
+    parser.add_argument("--length", type=int, default=Workload.length, help="tokens of each sequence, a multiple of 16")
+    parser.add_argument("--layers", type=int, default=Workload.layers)
+    parser.add_argument("--kv-heads", type=int, default=Workload.kv_heads)
+    parser.add_argument("--group", type=int, default=Workload.group, help="query heads a KV head")
+    parser.add_argument("--head-size", type=int, default=Workload.head_size)
+    parser.add_argument("--budget", type=int, default=Workload.budget, help="pages besides the reserved three")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scattered", action="store_true", help="pages in random order instead of as a fresh cache hands them out")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows = measure(options)
-    if options.json:
-        print(json.dumps(rows))
+    given = vars(parser.parse_args())
+    threads, rounds, as_json = given.pop("threads"), given.pop("rounds"), given.pop("json")
+    torch.set_num_threads(threads)
+    workload = Workload(**{**given, "dtype": DTYPES[given["dtype"]]})
+    rows = measure(rivals(workload, choose_backend(workload.device).kernels), rounds, workload.device)
+    if as_json:
+        print(json.dumps([{"name": row.name, "seconds": row.seconds, "bytes": row.size, "share": row.share} for row in rows]))
         return
     print(f"{'':<28} {'ms':>8} {'MB':>8} {'GB/s':>7} {'of floor':>9}")
     for row in rows:
-        print(f"{row['name']:<28} {row['ms']:>8.1f} {row['MB']:>8.0f} {row['GB/s']:>7.1f} {row['share of floor']:>9.2f}")
+        print(f"{row.name:<28} {row.median * 1e3:>8.1f} {row.size / 1e6:>8.0f} {row.rate / 1e9:>7.1f} {row.share:>9.2f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from swarm_node import __version__
-from swarm_node.cli import config, eval, identity, join, model, report, reproduce, simulate, status
+from swarm_node.cli import bench, calibrate, config, eval, identity, join, model, report, reproduce, simulate, status
 
 OURS = ("swarm_node", "swarm_protocols", "swarm_kernels")
 EXIT_BAD_INPUT = 2
@@ -45,7 +45,9 @@ app.command(epilog=simulate.EXAMPLE)(simulate.simulate)
 app.command(epilog=status.EXAMPLE)(status.status)
 app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
 app.command(epilog=report.EXAMPLE)(report.report)
+app.command(epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(reproduce.app, name="reproduce")
+app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")
 app.add_typer(identity.app, name="identity")
