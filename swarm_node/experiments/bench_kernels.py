@@ -13,7 +13,7 @@ from swarm_kernels.logprob.fused import CHUNK
 from swarm_kernels.measure import PAGE_SIZE, Candidate, Row, StepData, Workload, measure
 from torch import Tensor
 
-from swarm_node.experiments.bench_machine import Machine, measure_machine
+from swarm_node.experiments.bench_machine import Machine, describe_machine, measure_limits
 from swarm_node.experiments.bench_shapes import BenchError, Shape, find_shape
 
 ROWS = 512
@@ -62,7 +62,7 @@ def bench_kernels(
     candidates = _decode_candidates(workload, kernels) + _elementwise_candidates(sizes, kernels, dtype, device)
     candidates += _logprob_candidates(sizes, kernels, dtype, device)
     rows = measure(candidates, repeats, device)
-    return KernelTimes(measure_machine(device, dtype), tuple(rows))
+    return KernelTimes(describe_machine(device, dtype, [measure_limits(device, dtype)]), tuple(rows))
 
 
 def _decode_candidates(workload: Workload, kernels: Kernels) -> list[Candidate]:

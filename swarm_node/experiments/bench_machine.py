@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,13 +56,27 @@ class Machine:
         )
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Median of five reads of half a GiB and of five products of square matrices."""
-    backend = choose_backend(device)
+@dataclass(frozen=True)
+class Limits:
+    """What was measured of the machine at one moment."""
+
+    read_bytes_per_second: float
+    flops: float
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Median of five reads of half a GiB, and of five products of large square matrices."""
     buffer = torch.ones(_READ_BYTES // 4, device=device)
-    read = reader(backend.kernels)
+    read = reader(choose_backend(device).kernels)
     side = _MATRIX["cuda" if device.type == "cuda" else "cpu"]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return Limits(
+        buffer.nbytes / _median_seconds(lambda: read(buffer), device), 2 * side**3 / _median_seconds(lambda: left @ right, device)
+    )
+
+
+def describe_machine(device: torch.device, dtype: torch.dtype, limits: Sequence[Limits]) -> Machine:
+    """The hardware, with the medians of what was measured at several moments: neighbours come and go."""
     return Machine(
         processor=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         cores=len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1,
@@ -71,9 +85,9 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
         torch=torch.__version__,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        kernels=backend.reason,
-        read_bytes_per_second=buffer.nbytes / _median_seconds(lambda: read(buffer), device),
-        flops=2 * side**3 / _median_seconds(lambda: left @ right, device),
+        kernels=choose_backend(device).reason,
+        read_bytes_per_second=statistics.median(limit.read_bytes_per_second for limit in limits),
+        flops=statistics.median(limit.flops for limit in limits),
     )
 
 

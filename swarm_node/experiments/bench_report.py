@@ -125,8 +125,14 @@ def _markdown(table: Table) -> list[str]:
 def _html(table: Table) -> str:
     heads, rows = table
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    cells = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    cells = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="table"><table><tr>{head}</tr>{cells}</table></div>'
+
+
+def _cell(text: str) -> str:
+    number = text == "-" or text[:1].isdigit()
+    opening = "<td>" if number else '<td class="text">'
+    return f"{opening}{html.escape(text)}</td>"
 
 
 def write_results(results: Mapping[str, Any], out: Path) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from swarm_node import __version__
 from swarm_node.experiments.bench_engines import Contender, OwnEngine, Prompts, Rival, TransformersEngine, cache_bytes, run_paced
-from swarm_node.experiments.bench_machine import Machine, measure_machine
+from swarm_node.experiments.bench_machine import Limits, describe_machine, measure_limits
 from swarm_node.experiments.bench_pace import Mode, Pacemaker
 from swarm_node.experiments.bench_plan import LongCase, Plan, ShortCase, fit_memory
 from swarm_node.experiments.bench_results import Decode, Predictor, Prefill, make_predictor, ratios, times_apart
@@ -37,6 +38,8 @@ class Measurements:
     prefills: list[Prefill] = field(default_factory=list)
     shared: dict[str, Any] = field(default_factory=dict)
     """The group over one prompt against one completion of it."""
+    limits: list[Limits] = field(default_factory=list)
+    """Of the machine, before every case and at the end."""
 
 
 def bench_rollout(
@@ -53,19 +56,26 @@ def bench_rollout(
         BenchError: vLLM cannot be used, or an engine sampled another number of tokens than it was asked to.
         Unsupported: our engine does not know the architecture.
     """
-    machine = measure_machine(policy.device, policy.dtype)
-    say(machine.describe())
+    measured = Measurements()
+
+    def limits() -> None:
+        measured.limits.append(measure_limits(policy.device, policy.dtype))
+
+    limits()
+    say(describe_machine(policy.device, policy.dtype, measured.limits).describe())
     plan = fit_memory(plan, cache_bytes(policy, 1), free_memory(policy.device))
     for key, reason in plan.left_out:
         say(f"case {key} is left out: {reason}")
     say(f"sparse: {why}")
-    measured = Measurements()
-    with _vllm(policy, plan, vllm_python, machine, random, say) as vllm:
+    with _vllm(policy, plan, vllm_python, random, say) as vllm:
         _short_cases(policy, plan, vllm, measured, say)
         _shared_prompt(policy, plan, measured, say)
         for case in plan.long:
+            limits()
             _long_case(policy, case, schedule, vllm, measured, say)
         version = vllm.version if vllm else None
+    limits()
+    machine = describe_machine(policy.device, policy.dtype, measured.limits)
     shape = shape_of(
         unwrap(policy.model).config,
         sum(parameter.numel() for parameter in policy.model.parameters()),
@@ -80,7 +90,8 @@ def bench_rollout(
         "model": policy.name,
         "quick": quick,
         "vllm": version,
-        "machine": asdict(machine) | {"intensity": machine.intensity, "description": machine.describe()},
+        "machine": asdict(machine)
+        | {"intensity": machine.intensity, "description": machine.describe(), "limits": [asdict(limit) for limit in measured.limits]},
         "schedule": None if schedule is None else asdict(schedule) | {"why": why},
         "ratios": ratios(measured.decodes, predictor, missing),
         "cases": [asdict(decode) | _derived(decode, predictor) for decode in measured.decodes],
@@ -104,7 +115,7 @@ def _derived(decode: Decode, predictor: Predictor) -> dict[str, Any]:
 
 
 @contextmanager
-def _vllm(policy: Policy, plan: Plan, python: Path | None, machine: Machine, random: bool, say: Say) -> Iterator[VllmWorker | None]:
+def _vllm(policy: Policy, plan: Plan, python: Path | None, random: bool, say: Say) -> Iterator[VllmWorker | None]:
     if python is None:
         yield None
         return
@@ -114,16 +125,18 @@ def _vllm(policy: Policy, plan: Plan, python: Path | None, machine: Machine, ran
         if random:
             unwrap(policy.model).config.save_pretrained(folder)
             model = folder
-        elif policy.name in catalogue.names():
-            model = str(catalogue.find(policy.name).folder)
+        elif model in catalogue.names():
+            model = str(catalogue.find(model).folder)
+        elif Path(model).expanduser().is_dir():
+            model = str(Path(model).expanduser())
         # A block of vLLM's cache may hold 128 tokens: every sequence may waste one.
         tokens = plan.rival_tokens() + 128 * max(case.batch for case in plan.short)
         worker.load(
             model,
-            dtype=machine.dtype,
+            dtype=str(policy.dtype).removeprefix("torch."),
             context=plan.longest,
             batch=max(case.batch for case in plan.short),
-            threads=machine.threads,
+            threads=torch.get_num_threads(),
             cache_gib=-(-cache_bytes(policy, tokens) // 2**30) + 1,
             random=random,
         )
