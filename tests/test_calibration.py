@@ -16,13 +16,13 @@ from swarm_node.rollout.calibration import (
     CalibrationError,
     CalibrationOptions,
     Cell,
-    Place,
     budgets_of,
     calibrate,
     choose,
     parse_budgets,
     plan,
 )
+from swarm_node.rollout.calibration_log import Place
 from swarm_node.rollout.calibration_prompts import PromptError, SolvedProblems, TextWindows, worked_sum
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.percentiles import Acceptance
@@ -105,19 +105,22 @@ def test_the_smallest_budget_that_holds_as_all_larger_ones_do_is_chosen() -> Non
     def cells(bin: int, *p5: float) -> list[Cell]:
         return [Cell(bin, budget, Acceptance(0.97, value, 500), 0.01) for budget, value in zip((29, 61, 93), p5, strict=True)]
 
-    options = CalibrationOptions(context=12_000, threshold=0.86, margin=0.01)
+    options = CalibrationOptions(context=12_000, threshold=0.86)
     found = choose(
         [
             *cells(0, 0.88, 0.90, 0.93),
             *cells(1, 0.88, 0.84, 0.93),  # 29 was lucky
-            *cells(2, 0.80, 0.865, 0.90),  # 61 is within the margin
+            *cells(2, 0.80, 0.865, 0.90),  # 61 holds by less than its standard error
             *cells(3, 0.70, 0.75, 0.80),
-            *cells(4, 0.50, 0.88, 0.865),  # a larger one need not exceed the margin
+            *cells(4, 0.50, 0.88, 0.865),  # a larger one need only hold it
         ],
         options,
         "Some/Model-1B",
     )
     assert found.pages == (29, 93, 93, DENSE, 61, 61)
+    careful = choose(cells(0, 0.88, 0.90, 0.93), options.model_copy(update={"margin": 3.0}), "model")
+    assert careful.pages == (61,) * 6
+    assert choose([Cell(0, 29, Acceptance(0.9, 0.861, 500), float("nan"))], options, "model").pages == (29,) * 6
     assert (found.model, found.threshold, found.source) == ("model-1b", 0.86, "calibrated")
 
 

@@ -15,7 +15,8 @@ from swarm_node.cli.output import number, print_json, print_table
 from swarm_node.cli.places import HomeOption, JsonOption, SwarmOption, resolve_home
 
 if TYPE_CHECKING:
-    from swarm_node.rollout.calibration import Calibration, CalibrationOptions, Cell, Place
+    from swarm_node.rollout.calibration import Calibration, CalibrationOptions, Cell
+    from swarm_node.rollout.calibration_log import Place
 
 EXAMPLE = "Example: swarm-node calibrate --model smollm2-135m --budgets 61,93,125,189 --context 4000"
 LOG, PAGE, RESULTS = "calibration.log", "calibration.html", "calibration.json"
@@ -54,8 +55,9 @@ def calibrate(
     """Find the smallest budgets that keep a model's sparse tokens close to its dense ones.
 
     The sparse policy generates, the dense one rescores. Per 2,000 positions the smallest budget is taken whose 5th percentile of acceptance
-    holds the threshold; the schedule is then verified on other prompts. The home folder gets schedule.json, which a node of this model uses
-    from its next start on, calibration.json with all numbers, and calibration.html with plots. Run again after an interruption, it goes on.
+    holds the threshold by one standard error; the schedule is then verified on other prompts. The home folder gets schedule.json, which a
+    node of this model uses from its next start on, calibration.json with all numbers, and calibration.html with plots. Run again after an
+    interruption, it goes on.
     """
     from json import dumps
 

@@ -6,11 +6,11 @@ budget.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from pydantic import Field
 from swarm_node.options import Options
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.acceptance import rescore
+from swarm_node.rollout.calibration_log import CalibrationLog, Place, Sample
 from swarm_node.rollout.calibration_prompts import Part, Prompts
 from swarm_node.rollout.engine import GroupRequest
 from swarm_node.rollout.percentiles import RESERVED, Acceptance, fifth_percentile, is_sparse, summarise
@@ -27,7 +28,7 @@ from swarm_node.rollout.sparse import SparseEngine
 
 PAGE_SIZE = 16
 RESAMPLES = 200
-"""Bootstrap draws of whole completions, whose tokens are not independent."""
+"""Bootstrap draws of whole prompts, whose tokens are not independent."""
 
 
 class CalibrationError(ValueError):
@@ -51,8 +52,8 @@ class CalibrationOptions(Options):
     """Tokens of a completion at most."""
     threshold: float = Field(0.86, gt=0, lt=1)
     """What the 5th percentile must hold."""
-    margin: float = Field(0.01, ge=0, lt=1)
-    """By how much it must exceed that on the prompts of the search, because it is estimated from few of them."""
+    margin: float = Field(1.0, ge=0)
+    """By how many of its standard errors it must exceed that on the prompts of the search, because it is estimated from few of them."""
     temperature: float = Field(1.0, ge=0.05, le=4)
     """Sampling temperature."""
     seed: int = Field(0, ge=0)
@@ -63,25 +64,6 @@ HELD_OUT_COMPLETIONS = 4
 
 
 @dataclass(frozen=True)
-class Place:
-    """One prompt: which bin, which part, how long."""
-
-    bin: int
-    part: Part
-    index: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion: the acceptance of its sparse tokens, (n,)."""
-
-    budget: int
-    """0: what the schedule said."""
-    acceptances: NDArray[np.floating]
-
-
-@dataclass(frozen=True)
 class Cell:
     """What was measured in one bin with one budget."""
 
@@ -89,7 +71,7 @@ class Cell:
     budget: int
     acceptance: Acceptance
     error: float
-    """Standard error of the 5th percentile, by a bootstrap over completions."""
+    """Standard error of the 5th percentile, by a bootstrap over prompts; NaN of a single one."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +116,7 @@ def calibrate(
     places = plan(options, policy.context)
     identity = {"model": policy.fingerprint, "prompts": prompts.name}
     identity |= options.model_dump(mode="json", exclude={"prompts", "held_out", "threshold", "margin"})
-    done = _Log(log, identity)
+    done = CalibrationLog(log, identity)
     total = len(places) + len({place.bin for place in places}) * options.held_out
     for number, place in enumerate(places, start=1):
         if done.get(place, None) is None:
@@ -201,7 +183,7 @@ def budgets_of(bin: int, budgets: Sequence[int], context: int) -> tuple[int, ...
 def choose(cells: Sequence[Cell], options: CalibrationOptions, model: str) -> Schedule:
     """Per bin the smallest budget that holds the threshold, as all larger ones do; dense where none does.
 
-    It must exceed the threshold by the margin, the larger ones need not. A bin that was not measured takes the budget of the one before.
+    It must hold it with the margin, the larger ones need not. A bin that was not measured takes the budget of the one before.
     """
     pages: list[int] = []
     for bin in range(-(-options.context // BIN_TOKENS)):
@@ -210,7 +192,8 @@ def choose(cells: Sequence[Cell], options: CalibrationOptions, model: str) -> Sc
         for cell in here:
             if not cell.acceptance.p5 >= options.threshold:
                 break
-            if cell.acceptance.p5 >= options.threshold + options.margin:
+            doubt = cell.error if math.isfinite(cell.error) else 0.0
+            if cell.acceptance.p5 >= options.threshold + options.margin * doubt:
                 chosen = cell.budget
         pages.append(chosen)
     short = Path(model).name.lower()
@@ -245,56 +228,22 @@ def _measure(
     return samples
 
 
-def _cells(places: Sequence[Place], done: _Log, schedule: Schedule | None) -> Iterator[Cell]:
-    samples: dict[tuple[int, int], list[NDArray[np.floating]]] = {}
+def _cells(places: Sequence[Place], done: CalibrationLog, schedule: Schedule | None) -> Iterator[Cell]:
+    samples: dict[tuple[int, int], dict[int, list[NDArray[np.floating]]]] = {}
     for place in places:
         for sample in done.get(place, schedule) or ():
             budget = sample.budget if schedule is None else schedule.pages[place.bin]
-            samples.setdefault((place.bin, budget), []).append(sample.acceptances)
-    for (bin, budget), parts in sorted(samples.items()):
+            samples.setdefault((place.bin, budget), {}).setdefault(place.index, []).append(sample.acceptances)
+    for (bin, budget), by_prompt in sorted(samples.items()):
+        parts = [np.concatenate(completions) for completions in by_prompt.values()]
         yield Cell(bin, budget, summarise(np.concatenate(parts)), _standard_error(parts))
 
 
 def _standard_error(parts: list[NDArray[np.floating]]) -> float:
-    """Of the 5th percentile over completions (n_i,), by a bootstrap over whole completions."""
+    """Of the 5th percentile over the prompts' tokens (n_i,), by a bootstrap over whole prompts."""
     parts = [part for part in parts if len(part)]
     if len(parts) < 2:
         return float("nan")
     rng = np.random.default_rng(0)
     draws = [np.concatenate([parts[i] for i in rng.integers(len(parts), size=len(parts))]) for _ in range(RESAMPLES)]
-    return float(np.std([fifth_percentile(draw) for draw in draws]))
-
-
-class _Log:
-    """Finished prompts, in memory and line by line in a file that an interrupted run can go on from."""
-
-    def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
-        self._path = path
-        self._samples: dict[str, list[Sample]] = {}
-        if path is None:
-            return
-        head = json.dumps(identity, sort_keys=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if not lines or lines[0] != head:
-            path.write_text(head + "\n", encoding="utf-8")
-            return
-        for line in lines[1:]:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the line that the interruption cut
-            self._samples[row["key"]] = [Sample(budget, np.array(values) / 10_000) for budget, values in row["samples"]]
-
-    def get(self, place: Place, schedule: Schedule | None) -> list[Sample] | None:
-        return self._samples.get(self._key(place, schedule))
-
-    def put(self, place: Place, schedule: Schedule | None, samples: list[Sample]) -> None:
-        self._samples[self._key(place, schedule)] = samples
-        if self._path is not None:
-            values = [[sample.budget, np.floor(sample.acceptances * 10_000).astype(int).tolist()] for sample in samples]
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": self._key(place, schedule), "samples": values}) + "\n")
-
-    def _key(self, place: Place, schedule: Schedule | None) -> str:
-        pages = "" if schedule is None else f" {schedule.pages}"
-        return f"{place.part} {place.index} {place.length}{pages}"
+    return float(np.std([fifth_percentile(draw) for draw in draws], ddof=1))
