@@ -223,3 +223,4 @@ def test_the_schedule_is_chosen_by_options_home_folder_and_model(tmp_path: Path)
     with pytest.raises(ScheduleError, match=r"qwen3-1\.7b@0\.80"):
         choose_schedule(SparsityOptions(schedule="qwen3@0.86"), "qwen3-1.7b")
     assert all(name == schedule.source for name, schedule in known_schedules().items())
+    assert choose_schedule(auto, "smollm2-135m")[0] == known_schedules()["smollm2-135m@0.86"]
