@@ -23,7 +23,7 @@ from swarm_node.rollout.merged_weights import merged_weights
 from swarm_node.rollout.noise import streams
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.requests import check_requests
-from swarm_node.rollout.vllm_start import VllmError, check_device, import_vllm, plan_cache, sleeps, start_vllm
+from swarm_node.rollout.vllm_start import VllmError, cannot_run, check_device, import_vllm, plan_cache, sleeps, start_vllm
 
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 _FAR = 0.5
@@ -129,7 +129,10 @@ class VllmEngine:
     def _prove(self) -> None:
         """vLLM has code of its own for every architecture, and packs weights: compare a few log-probs with the policy's own, once."""
         request = GroupRequest(np.arange(16, dtype=np.int32) % self._policy.vocab_size, size=4, key=0)
-        sampled = list(self._sample([request], seed=0, temperature=1.0, max_new_tokens=8).completions.values())
+        try:
+            sampled = list(self._sample([request], seed=0, temperature=1.0, max_new_tokens=8).completions.values())
+        except RuntimeError as error:  # some limits of its kernels show in the first step only
+            raise cannot_run(self._policy, error) from error
         model = self._policy.model
         training = model.training
         model.eval()

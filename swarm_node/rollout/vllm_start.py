@@ -22,6 +22,9 @@ _SHARE_KEPT = 0.1
 _PAGE = 128
 """Tokens of the largest page that vLLM chooses by itself; it keeps a page or two for its own use."""
 
+_started: list[Any] = []
+"""Every `LLM` of this process. When one of them is collected, vLLM takes down what all of them share."""
+
 
 class VllmError(ValueError):
     """vLLM is not here, or cannot run this policy as asked. The message says what to do."""
@@ -66,7 +69,7 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutOptions, plan: CachePl
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about vLLM's own code
         unwrap(policy.model).config.save_pretrained(folder)
         try:
-            return vllm.LLM(
+            llm = vllm.LLM(
                 folder,
                 dtype=str(policy.dtype).removeprefix("torch."),
                 load_format="dummy",
@@ -86,12 +89,19 @@ def start_vllm(vllm: Any, policy: Policy, options: RolloutOptions, plan: CachePl
                 enforce_eager=policy.device.type == "cpu",
             )
         except (ValueError, NotImplementedError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise VllmError(f"vLLM cannot run {policy.name}: {reason}. Use rollout.engine = 'sparse' or 'reference'.") from error
+            raise cannot_run(policy, error) from error
         finally:
             # vLLM's CPU worker replaces it by a function that does nothing, and exempts all that lives from garbage collection.
             torch.set_num_threads = set_num_threads
             gc.unfreeze()
+    _started.append(llm)
+    return llm
+
+
+def cannot_run(policy: Policy, error: Exception) -> VllmError:
+    """What to raise when vLLM fails with a model that is new to it."""
+    reason = " ".join(str(error).split())[:300]
+    return VllmError(f"vLLM cannot run {policy.name}: {reason}. Use rollout.engine = 'sparse' or 'reference'.")
 
 
 def sleeps(vllm: Any) -> bool:
