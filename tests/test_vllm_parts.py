@@ -21,7 +21,7 @@ from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import GroupRequest
 from swarm_node.rollout.merged_weights import merged_weights
 from swarm_node.rollout.options import RolloutOptions
-from swarm_node.rollout.vllm_engine import StaleWeights, VllmEngine, _completion, completion_seeds
+from swarm_node.rollout.vllm_engine import StaleWeights, VllmEngine, _completion, _Work, completion_seeds
 from swarm_node.rollout.vllm_start import CachePlan, VllmError, check_device, plan_cache
 
 
@@ -145,8 +145,10 @@ class Worker:
         self.held: int | None = None
         self.taken: list[list[str]] = []
         self.missing, self.ignores, self.busy = missing, ignores, busy
+        self.calls: list[str] = []
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(method)
         if method == "held_policy_step":
             return [self.held]
         if method == "forget_policy_weights":
@@ -159,14 +161,20 @@ class Worker:
             self.held = step
         return [list(self.missing)]
 
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake up")
+
     def reset_prefix_cache(self) -> bool:
         return not self.busy
 
 
-def engine_over(worker: Worker) -> VllmEngine:
+def engine_over(worker: Worker, sleeps: bool = False) -> VllmEngine:
     engine = VllmEngine.__new__(VllmEngine)
     engine._policy, engine._options, engine._context = random_policy(), RolloutOptions(), 512
-    engine._step, engine._asleep, engine._proven, engine._llm = 0, False, True, worker
+    engine._step, engine._asleep, engine._sleeps, engine._proven, engine._llm = 0, False, sleeps, True, worker
     return engine
 
 
@@ -204,3 +212,25 @@ def test_a_prompt_that_does_not_fit_the_cache_is_refused_before_anything_else() 
     with pytest.raises(ValueError, match=r"lower rollout\.max_new_tokens"):
         engine.generate([replace(REQUEST[0], prompt=np.arange(500, dtype=np.int32))], seed=1, temperature=1.0, max_new_tokens=20)
     assert not worker.taken
+
+
+def test_where_vllm_can_sleep_it_does_between_rollouts_and_gets_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    engine = engine_over(worker, sleeps=True)
+
+    def sample(*_: Any) -> _Work:
+        worker.calls.append("sample")
+        work = _Work()
+        work.steps = 1
+        for member in range(2):
+            work.completions[0, member], work.ends[0, member] = _completion(output()), float(member)
+        return work
+
+    monkeypatch.setattr(engine, "_sample", sample)
+    for _ in range(2):
+        rollout = engine.generate(REQUEST, seed=1, temperature=1.0, max_new_tokens=8)
+        assert rollout.report.tokens == 6
+        assert rollout.report.straggler_seconds == 1
+    told = [call for call in worker.calls if call != "held_policy_step"]
+    once = ["take_policy_weights", "sample", "sleep 2", "forget_policy_weights"]
+    assert told == [*once, "wake up", *once]
