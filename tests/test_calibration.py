@@ -120,6 +120,8 @@ def test_the_smallest_budget_that_holds_as_all_larger_ones_do_is_chosen() -> Non
     assert found.pages == (29, 93, 93, DENSE, 61, 61)
     careful = choose(cells(0, 0.88, 0.90, 0.93), options.model_copy(update={"margin": 3.0}), "model")
     assert careful.pages == (61,) * 6
+    doubtful = choose(cells(0, 0.862, 0.865, 0.868), options, "model")
+    assert doubtful.pages == (93,) * 6  # none holds it with the margin, and all without: the largest
     assert choose([Cell(0, 29, Acceptance(0.9, 0.861, 500), float("nan"))], options, "model").pages == (29,) * 6
     assert (found.model, found.threshold, found.source) == ("model-1b", 0.86, "calibrated")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -183,21 +184,24 @@ def budgets_of(bin: int, budgets: Sequence[int], context: int) -> tuple[int, ...
 def choose(cells: Sequence[Cell], options: CalibrationOptions, model: str) -> Schedule:
     """Per bin the smallest budget that holds the threshold, as all larger ones do; dense where none does.
 
-    It must hold it with the margin, the larger ones need not. A bin that was not measured takes the budget of the one before.
+    It must hold it with the margin if one of them does. A bin that was not measured takes the budget of the one before.
     """
     pages: list[int] = []
     for bin in range(-(-options.context // BIN_TOKENS)):
         here = sorted((cell for cell in cells if cell.bin == bin and cell.acceptance.count), key=lambda cell: -cell.budget)
-        chosen = DENSE if here or not pages else pages[-1]
-        for cell in here:
-            if not cell.acceptance.p5 >= options.threshold:
-                break
-            doubt = cell.error if math.isfinite(cell.error) else 0.0
-            if cell.acceptance.p5 >= options.threshold + options.margin * doubt:
-                chosen = cell.budget
-        pages.append(chosen)
-    short = Path(model).name.lower()
-    return Schedule(tuple(pages), options.threshold, "calibrated", short)
+        holding = list(takewhile(lambda cell: cell.acceptance.p5 >= options.threshold, here))
+        sure = [cell for cell in holding if cell.acceptance.p5 >= options.threshold + options.margin * _known(cell.error)]
+        if sure:
+            pages.append(sure[-1].budget)
+        elif holding:
+            pages.append(holding[0].budget)
+        else:
+            pages.append(DENSE if here or not pages else pages[-1])
+    return Schedule(tuple(pages), options.threshold, "calibrated", Path(model).name.lower())
+
+
+def _known(error: float) -> float:
+    return error if math.isfinite(error) else 0.0
 
 
 def _measure(
