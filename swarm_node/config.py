@@ -27,6 +27,7 @@ from swarm_node.network.options import NetworkOptions
 from swarm_node.options import Options
 from swarm_node.policy.options import ModelOptions
 from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.sparsity_options import SparsityOptions
 from swarm_node.tasks.options import TaskOptions
 
 DEFAULT = "default"
@@ -67,6 +68,7 @@ class Config(Options):
     model: ModelOptions = ModelOptions()
     task: TaskOptions = TaskOptions()
     rollout: RolloutOptions = RolloutOptions()
+    sparsity: SparsityOptions = SparsityOptions()
     control: SagcOptions = SagcOptions()
     learning: LearningOptions = LearningOptions()
     pool: PoolOptions = PoolOptions()

@@ -44,7 +44,7 @@ from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, Tas
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 JUDGED_PER_PLACE = 4
 """Groups of peers judged in a step for each place that a foreign group can have in its batch."""
@@ -121,7 +121,7 @@ class Node:
         self.gossip = gossip
         self.status = status or Status(clock)
         self.clock = clock
-        self.engine: Engine = create_engine(policy, config.rollout) if engine is None else engine
+        self.engine: Engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
         self.trainer = Trainer(policy, config.learning)
@@ -341,6 +341,7 @@ class Node:
             "controller": self.controller.state(),
             "pool": pool.metadata,
             "trainer": self.trainer.scalars(),
+            "engine": self.engine.state(),
             "totals": asdict(self.totals),
         }
         return state, pool.bodies
@@ -359,6 +360,7 @@ class Node:
         except ValueError as error:  # another LoRA rank, another dtype
             raise ResumeError(f"the checkpoint of step {checkpoint.step} does not fit this configuration: {error}") from error
         self.controller.restore(state["controller"])
+        self.engine.load_state(state["engine"])
         self.pool.restore(PoolState(checkpoint.bodies, state["pool"]), decode_group)
         self.totals = Totals(**state["totals"])
         self.steps = checkpoint.step
@@ -424,6 +426,11 @@ class Node:
             rollout_tokens_per_second=report.tokens_per_second,
             slot_idle_share=report.slot_idle_share,
             straggler_seconds=report.straggler_seconds,
+            preemptions=report.preemptions,
+            sparse_share=report.sparse_share,
+            sparse_budget=report.largest_budget,
+            acceptance_p5=report.acceptance_p5,
+            schedule_change=report.schedule_change,
             learning_tokens=learned.tokens,
             learning_seconds=learned.seconds,
             learning_tokens_per_second=learned.tokens_per_second,

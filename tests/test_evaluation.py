@@ -36,13 +36,17 @@ class Scripted:
     """An engine that repeats its key: problem k gets completions of k + 1 tokens; the first of each group ends at the limit."""
 
     name = "scripted"
+    choices = ()
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []
 
-    def generate(self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int) -> Rollout:
+    def generate(
+        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = False
+    ) -> Rollout:
         groups = []
         for request in requests:
+            assert dense, "the policy itself is what an evaluation measures"
             self.asked.append((request.key, int(request.prompt[0]), seed))
             tokens = np.full(request.key + 1, request.key, dtype=np.int32)
             finishes = [Finish.LENGTH] + [Finish.STOP] * (request.size - 1)
@@ -51,6 +55,12 @@ class Scripted:
 
     def policy_updated(self, step: int) -> None:
         raise AssertionError("an evaluation changes nothing")
+
+    def state(self) -> dict[str, object]:
+        raise AssertionError("an evaluation saves nothing")
+
+    def load_state(self, state: dict[str, object]) -> None:
+        raise AssertionError("an evaluation restores nothing")
 
 
 class Multiples(Task):

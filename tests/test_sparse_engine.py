@@ -179,7 +179,8 @@ def test_recorded_log_probs_are_the_learner_s_and_the_kept_logits_theirs() -> No
         with torch.no_grad():
             dense = completion_logprobs(policy.model, [pair], temperature=0.7)[0]
         np.testing.assert_allclose(completion.logprobs, dense, atol=1e-5)
-        kept = torch.log_softmax(seen.logits.float() / 0.7, -1).gather(1, pair[1].long()[:, None])[:, 0]
+        assert isinstance(seen.kept, torch.Tensor)
+        kept = torch.log_softmax(seen.kept.float() / 0.7, -1).gather(1, pair[1].long()[:, None])[:, 0]
         np.testing.assert_allclose(completion.logprobs, kept, atol=1e-5)
 
 

@@ -102,6 +102,16 @@ class StepRow:
     rollout_tokens_per_second: float = NAN
     slot_idle_share: float = NAN
     straggler_seconds: float = NAN
+    preemptions: int = 0
+    """Completions that were computed again because the KV cache was full."""
+    sparse_share: float = NAN
+    """Share of the sampled tokens whose attention was sparse."""
+    sparse_budget: int = 0
+    """Most pages that a sparse token could read besides the reserved three; 0: all attention was dense."""
+    acceptance_p5: float = NAN
+    """5th percentile of the acceptance of sparse tokens that were rescored densely."""
+    schedule_change: str = ""
+    """What the closed loop changed in the schedule, and why."""
     learning_tokens: int = 0
     learning_seconds: float = NAN
     learning_tokens_per_second: float = NAN

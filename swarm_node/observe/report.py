@@ -56,6 +56,8 @@ PLOTS = (
         share=True,
         second=lambda row: row.straggler_target,
     ),
+    Plot("Acceptance", lambda row: row.acceptance_p5, "5th percentile of sparse tokens, rescored densely", share=True),
+    Plot("Sparse share", lambda row: row.sparse_share, "sampled tokens that read a part of the cache", share=True),
     Plot("Kept share", lambda row: row.kept_share, "completions that the F-TIS filter kept", share=True),
     Plot("Zero-variance share", lambda row: row.zero_variance_share, "groups whose rewards are all the same: nothing to learn", share=True),
     Plot("Foreign share", lambda row: row.foreign_share, "of the groups learned from, those that peers generated", share=True),

@@ -23,6 +23,8 @@ def step_line(row: StepRow) -> str:
         f"tokens/s {_count(row.rollout_tokens_per_second)} rollout, {_count(row.learning_tokens_per_second)} learning",
         f"peers {row.peers}",
     ]
+    if row.sparse_share > 0:
+        parts.insert(-1, _sparsity(row))
     if not row.stepped:
         parts.append(f"no optimiser step: {row.skipped}")
     if row.waiting_for:
@@ -39,6 +41,11 @@ def _lengths(row: StepRow) -> str:
 def _control(row: StepRow) -> str:
     rate = f"stragglers {_percent(row.straggler_rate)} of {_percent(row.straggler_target)} allowed"
     return f"G {row.group_size}, λ {_number(row.sagc_lambda)}, {rate}" + ("" if row.feasible else ", infeasible")
+
+
+def _sparsity(row: StepRow) -> str:
+    text = f"sparse {_percent(row.sparse_share)} of tokens, up to {row.sparse_budget} pages, acceptance p5 {_number(row.acceptance_p5)}"
+    return f"{text} ({row.schedule_change})" if row.schedule_change else text
 
 
 def _number(value: float) -> str:

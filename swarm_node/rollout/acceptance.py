@@ -8,7 +8,6 @@ over the whole vocabulary, at the sampling temperature. It is the probability th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +16,12 @@ from torch import Tensor
 
 from swarm_node.policy.parts import body, cache_argument, head, unwrap
 from swarm_node.policy.policy import Policy
+from swarm_node.rollout.engine import Top
 from swarm_node.rollout.growing_cache import GrowingLayer, growing_cache
 
 ROWS = 64
 """Positions whose probabilities exist at once: 64 of 150,000 ids are 40 MB a side."""
 TOP = 20
-
-
-class Top(NamedTuple):
-    """The most probable tokens of each position."""
-
-    ids: Tensor
-    """(T, k) int64, distinct within a row."""
-    logprobs: Tensor
-    """(T, k) float32, of the tempered distribution over the whole vocabulary."""
 
 
 def exact_acceptance(dense: Tensor, sparse: Tensor, temperature: float, rows: int = ROWS) -> Tensor:
@@ -69,7 +60,7 @@ def lower_bound(dense: Top, sparse: Top) -> Tensor:
 
 @torch.inference_mode()
 def rescore(
-    policy: Policy, prompt: NDArray[np.int32], completions: Sequence[tuple[NDArray[np.int32], Tensor]], temperature: float
+    policy: Policy, prompt: NDArray[np.int32], completions: Sequence[tuple[NDArray[np.int32], Tensor | Top]], temperature: float
 ) -> list[NDArray[np.float32]]:
     """Acceptance of sampled completions: the policy scores them densely, once, and is compared with what they were drawn from.
 
@@ -77,10 +68,12 @@ def rescore(
 
     Args:
         prompt: (P,) token ids, P >= 1.
-        completions: Pairs of token ids (T,) and the logits (T, V) that they were drawn from, before the temperature.
+        completions: Pairs of token ids (T,) and the logits (T, V) that they were drawn from, before the temperature; or the top tokens of
+            those, at the temperature.
 
     Returns:
-        One array (T,) a completion. The first token was drawn from the prefill, which is dense.
+        One array (T,) a completion: acceptance, or its lower bound where only the top tokens are known. The first token was drawn from the
+        prefill, which is dense.
     """
     training = policy.model.training
     policy.model.eval()
@@ -90,8 +83,8 @@ def rescore(
         results = []
         for hidden, (_, sparse) in zip(_hidden(policy, torch.from_numpy(prompt.astype(np.int64)), tokens), completions, strict=True):
             parts = [
-                exact_acceptance(project(states), logits.to(states.device), temperature)
-                for states, logits in zip(hidden.split(ROWS), sparse.split(ROWS), strict=True)
+                _accepted(project(states), sparse, slice(start * ROWS, (start + 1) * ROWS), temperature)
+                for start, states in enumerate(hidden.split(ROWS))
             ]
             results.append(torch.cat(parts).cpu().numpy())
         return results
@@ -118,6 +111,13 @@ def _hidden(policy: Policy, prompt: Tensor, completions: list[Tensor]) -> Iterat
         else:
             ids = torch.cat([prompt, tokens[:-1]])
             yield transformer(input_ids=ids[None].to(device), use_cache=False).last_hidden_state[0, len(prompt) - 1 :]
+
+
+def _accepted(dense: Tensor, sparse: Tensor | Top, rows: slice, temperature: float) -> Tensor:
+    """Acceptance of some rows, or its lower bound."""
+    if isinstance(sparse, Top):
+        return lower_bound(top_logprobs(dense, temperature), Top(*(part[rows].to(dense.device) for part in sparse)))
+    return exact_acceptance(dense, sparse[rows].to(dense.device), temperature)
 
 
 def _probabilities(logits: Tensor, temperature: float) -> Tensor:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from swarm_node.policy.policy import Policy
+from swarm_node.rollout.closed_loop import ClosedLoop
 from swarm_node.rollout.engine import Engine
 from swarm_node.rollout.families import Unsupported
+from swarm_node.rollout.monitor import Monitor
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.reference import ReferenceEngine
-from swarm_node.rollout.schedule import Schedule
+from swarm_node.rollout.schedule_choice import choose_schedule
 from swarm_node.rollout.sparse import SparseEngine
+from swarm_node.rollout.sparsity_options import SparsityOptions
 
 log = logging.getLogger(__name__)
 
 
-def create_engine(policy: Policy, options: RolloutOptions, schedule: Schedule | None = None) -> Engine:
+def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOptions | None = None, home: Path | None = None) -> Engine:
     """The engine of `rollout.engine`. Where the sparse one cannot walk the model, the reference takes its place, and says so.
 
     Args:
-        schedule: Of the sparse engine; None: dense.
+        sparsity: Of the sparse engine; None: dense.
+        home: Where a calibrated schedule may lie.
 
     Raises:
-        ValueError: the engine needs something that is not installed; the message says what to do.
+        ValueError: the schedule does not exist or cannot be read, or the engine needs something that is not installed; the message says
+            what to do.
     """
     if options.engine == "vllm":
         from swarm_node.rollout.vllm_engine import VllmEngine
@@ -30,8 +36,19 @@ def create_engine(policy: Policy, options: RolloutOptions, schedule: Schedule | 
         return VllmEngine(policy, options)
     if options.engine == "sparse":
         try:
-            return SparseEngine(policy, options, schedule)
+            return _sparse(policy, options, sparsity or SparsityOptions(schedule="dense"), home)
         except Unsupported as reason:
             log.warning("%s: sampling with the reference engine, dense and several times slower", reason)
             return ReferenceEngine(policy, options, choice=f"engine reference: {reason}")
     return ReferenceEngine(policy, options)
+
+
+def _sparse(policy: Policy, options: RolloutOptions, sparsity: SparsityOptions, home: Path | None) -> SparseEngine:
+    schedule, why = choose_schedule(sparsity, policy.name, home)
+    monitor = None
+    if schedule is not None and sparsity.closed_loop:
+        loop = ClosedLoop(schedule, threshold=sparsity.threshold, context=policy.context)
+        monitor = Monitor(policy, loop, sparsity.observed_completions)
+    engine = SparseEngine(policy, options, schedule, monitor)
+    engine.choices += (why,)
+    return engine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import nan
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +53,23 @@ class RolloutReport:
     """Share of the sampled tokens whose attention was sparse, in [0, 1]."""
     largest_budget: int = 0
     """Most pages, besides the reserved three, that a sparse token could read; 0: nothing was sparse."""
+    acceptance_p5: float = nan
+    """5th percentile of the acceptance of the sparse tokens that were rescored densely; NaN where there were none."""
+    schedule_change: str = ""
+    """What that changed in the schedule, and why; empty when nothing."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Top(NamedTuple):
+    """The most probable tokens of each position."""
+
+    ids: Tensor
+    """(T, k) int64, distinct within a row."""
+    logprobs: Tensor
+    """(T, k) float32, of the tempered distribution over the whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +80,9 @@ class Observed:
     """Index of its request."""
     member: int
     """Index in its group."""
-    logits: Tensor
-    """(T, V), of the model's type, before the temperature; on the CPU."""
+    kept: Tensor | Top
+    """The logits (T, V), of the model's type and before the temperature; or, where those of a whole completion would take too much memory,
+    the 20 most probable tokens of each position. On the CPU."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +111,9 @@ class Engine(Protocol):
 
     def policy_updated(self, step: int) -> None:
         """The policy's weights changed; nothing computed with the old ones may be read again."""
+
+    def state(self) -> dict[str, Any]:
+        """What the next rollout depends on besides the policy, as JSON values for the checkpoint."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; one of another engine is ignored. Raises ValueError when it cannot be used."""

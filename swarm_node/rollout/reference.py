@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,13 @@ class ReferenceEngine:
 
     def policy_updated(self, step: int) -> None:
         """Nothing to forget: no cache outlives a call of `generate`."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to take up."""
 
     @torch.inference_mode()
     def generate(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from swarm_protocols.group import Completion, Finish
 from torch import Tensor
 
-from swarm_node.rollout.engine import GroupRequest
+from swarm_node.rollout.engine import GroupRequest, Top
 from swarm_node.rollout.paged_cache import CachedSequence
 
 
@@ -50,8 +50,8 @@ class Sequence:
     finish: Finish | None = None
     finished_at: float = 0.0
     """`time.perf_counter` at its end."""
-    logits: list[Tensor] = field(default_factory=list)
-    """(V,) each, what its tokens were drawn from, where the request asks to keep them."""
+    kept: list[Tensor | Top] = field(default_factory=list)
+    """What its tokens were drawn from, where the request asks to keep it: logits (1, V) each, or the top tokens (1, k)."""
 
     @property
     def length(self) -> int:

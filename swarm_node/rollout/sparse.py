@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Ordered
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from swarm_node.policy.parts import head
 from swarm_node.policy.policy import Policy
+from swarm_node.rollout.acceptance import top_logprobs
 from swarm_node.rollout.cache_size import cache_pages
-from swarm_node.rollout.engine import GroupRequest, Observed, Rollout, RolloutReport
+from swarm_node.rollout.engine import GroupRequest, Observed, Rollout, RolloutReport, Top
 from swarm_node.rollout.model_runner import ModelRunner
+from swarm_node.rollout.monitor import Monitor
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.paged_cache import PagedCache
@@ -27,16 +30,21 @@ from swarm_node.rollout.schedule import DENSE, Schedule
 from swarm_node.rollout.scheduler import Scheduler
 from swarm_node.rollout.sequence import Prompt, Sequence
 
+KEPT_BYTES = 256 * 2**20
+"""Of logits that are kept of one completion; where its limit could need more, the top tokens are kept instead."""
+
 
 class SparseEngine:
     """Samples whole groups from the sparse actor. The log-probs that it records are those of the actor, whatever it read."""
 
     name = "sparse"
 
-    def __init__(self, policy: Policy, options: RolloutOptions, schedule: Schedule | None = None) -> None:
-        """Raises Unsupported when the model's architecture is not known, see `rollout.families`."""
-        self.schedule = schedule
+    def __init__(self, policy: Policy, options: RolloutOptions, schedule: Schedule | None = None, monitor: Monitor | None = None) -> None:
+        """`monitor` moves the schedule, and gives the first one. Raises Unsupported when the model's architecture is not known, see
+        `rollout.families`."""
+        self.schedule = schedule if monitor is None else monitor.schedule
         """Pages by position, read anew for every token; None: dense."""
+        self._monitor = monitor
         self.backend = choose_backend(policy.device)
         self.runner = ModelRunner(policy, self.backend.kernels)
         self.choices: tuple[str, ...] = (f"engine sparse; {self.backend.reason}",)
@@ -51,6 +59,16 @@ class SparseEngine:
         if self._cache is not None:
             self._cache.policy_updated(step)
 
+    def state(self) -> dict[str, Any]:
+        """The closed loop's, where there is one."""
+        return {} if self._monitor is None else {"closed_loop": self._monitor.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Raises ClosedLoopError when the closed loop cannot go on from it."""
+        if self._monitor is not None and "closed_loop" in state:
+            self._monitor.load_state(state["closed_loop"])
+            self.schedule = self._monitor.schedule
+
     @torch.inference_mode()
     def generate(
         self, requests: Ordered[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = False
@@ -64,6 +82,9 @@ class SparseEngine:
         """
         check_requests(requests, max_new_tokens, self._policy.context)
         started = time.perf_counter()
+        monitor = None if dense else self._monitor
+        if monitor is not None:
+            requests = monitor.mark(requests, seed, max_new_tokens)
         model = self._policy.model
         training = model.training
         model.eval()
@@ -87,7 +108,11 @@ class SparseEngine:
             self.schedule, self.runner.adapter = schedule, adapter
             model.train(training)
             cache.policy_updated(self._step)  # a call that was interrupted leaves no pages behind
-        return _collect(scheduler, requests, work, time.perf_counter() - started)
+        rollout = _collect(scheduler, requests, work, time.perf_counter() - started)
+        if monitor is not None:
+            rollout = monitor.learn(requests, rollout, temperature)
+            self.schedule = monitor.schedule
+        return rollout
 
     def _cache_for(self, requests: Ordered[GroupRequest], max_new_tokens: int) -> PagedCache:
         """The cache, larger than before when these requests can use more. Raises ValueError, see `cache_pages`."""
@@ -136,7 +161,8 @@ class SparseEngine:
         drawn = np.array([sequence.count for sequence in rows])
         numbers = uniforms(np.array([sequence.stream for sequence in rows], dtype=np.uint64), drawn)
         tokens, logprobs = draw(logits, torch.from_numpy(numbers).to(self._policy.device), temperature)
-        self._record(scheduler, rows, logits, tokens.cpu().numpy(), logprobs.cpu().numpy(), limit)
+        self._keep(rows, logits, temperature, limit)
+        self._record(scheduler, rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), limit)
         work.steps += 1
         work.idle += work.slots - len(rows)
 
@@ -148,22 +174,22 @@ class SparseEngine:
                 budgets[row] = sequence.prompt.request.budgets[sequence.member]
         return budgets
 
+    def _keep(self, rows: Ordered[Sequence], logits: Tensor, temperature: float, limit: int) -> None:
+        """Keep what the tokens of observed completions are drawn from."""
+        whole = limit * logits.shape[1] * logits.element_size() <= KEPT_BYTES
+        for row, sequence in enumerate(rows):
+            if sequence.observed:
+                kept = logits[row : row + 1]
+                sequence.kept.append(kept.cpu() if whole else Top(*(part.cpu() for part in top_logprobs(kept, temperature))))
+
     def _record(
-        self,
-        scheduler: Scheduler,
-        rows: Ordered[Sequence],
-        logits: Tensor,
-        tokens: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-        limit: int,
+        self, scheduler: Scheduler, rows: Ordered[Sequence], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], limit: int
     ) -> None:
         now = time.perf_counter()
         stops = self._policy.stop_ids
         ended = []
-        for row, (sequence, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+        for sequence, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.record(token, logprob)
-            if sequence.observed:
-                sequence.logits.append(logits[row].cpu())
             if token in stops or sequence.count == limit:
                 sequence.finish = Finish.STOP if token in stops else Finish.LENGTH
                 sequence.finished_at = now
@@ -214,9 +240,15 @@ def _collect(scheduler: Scheduler, requests: Ordered[GroupRequest], work: _Work,
         largest_budget=work.largest_budget,
     )
     observed = [
-        Observed(index, sequence.member, torch.stack(sequence.logits))
+        Observed(index, sequence.member, _joined(sequence.kept))
         for index, group in enumerate(groups)
         for sequence in group
         if sequence.observed
     ]
     return Rollout(tuple(tuple(sequence.completion() for sequence in group) for group in groups), report, tuple(observed))
+
+
+def _joined(kept: list[Tensor | Top]) -> Tensor | Top:
+    if isinstance(kept[0], Top):
+        return Top(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
+    return torch.cat([part for part in kept if isinstance(part, Tensor)])
