@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from swarm_node.control.options import SagcOptions
 from swarm_node.home import default_home
+from swarm_node.learning.distill_options import DistillOptions
 from swarm_node.learning.options import LearningOptions, PoolOptions
 from swarm_node.network.admission_options import AdmissionOptions
 from swarm_node.network.options import NetworkOptions
@@ -71,6 +72,7 @@ class Config(Options):
     sparsity: SparsityOptions = SparsityOptions()
     control: SagcOptions = SagcOptions()
     learning: LearningOptions = LearningOptions()
+    distill: DistillOptions = DistillOptions()
     pool: PoolOptions = PoolOptions()
     network: NetworkOptions = NetworkOptions()
     admission: AdmissionOptions = AdmissionOptions()

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from swarm_protocols.codec import decode_group, encode_group
 from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemRef, hash_prompt
@@ -25,6 +26,7 @@ from swarm_node.control.prompt_aware import prompt_feature
 from swarm_node.control.sagc import Controller
 from swarm_node.evaluation import Evaluation, evaluate
 from swarm_node.learning.batch import ScoredGroup
+from swarm_node.learning.distill import Distiller, DistillReport
 from swarm_node.learning.pool import Pool, PoolState
 from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import split_one_reward
@@ -36,9 +38,11 @@ from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
+from swarm_node.rollout.sparse import SparseEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
@@ -50,6 +54,14 @@ JUDGED_PER_PLACE = 4
 """Groups of peers judged in a step for each place that a foreign group can have in its batch."""
 MAX_TRAINED_TOKENS = 8192
 """Longest prompt with completion that is taken from a peer, unless this node samples longer ones itself."""
+
+
+ADAPTER = "rollout_adapter."
+"""Before the names of the rollout adapter's tensors in a checkpoint."""
+
+
+class DistillError(ValueError):
+    """DistillSparse was asked for where it cannot run; the message says what to do."""
 
 
 class ResumeError(ValueError):
@@ -121,7 +133,9 @@ class Node:
         self.gossip = gossip
         self.status = status or Status(clock)
         self.clock = clock
+        self._noise_seed = node_seed(config.run.seed, peer_id)
         self.engine: Engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
+        self.distiller = self._make_distiller()
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
         self.trainer = Trainer(policy, config.learning)
@@ -133,7 +147,6 @@ class Node:
             stop_ids=policy.stop_ids,
             max_tokens=min(self.context, max(MAX_TRAINED_TOKENS, 2 * config.rollout.max_new_tokens)),
         )
-        self._noise_seed = node_seed(config.run.seed, peer_id)
         self.horizontal = config.learning.collaboration == "horizontal"
         self.totals = Totals()
         self.groups_unread = 0
@@ -170,6 +183,7 @@ class Node:
         if learned.dropped_for_memory:
             log.warning("%d foreign groups did not fit into memory and were left out", learned.dropped_for_memory)
         before_update()  # the books of a step without an update must not be torn either
+        distilled = self.distill(sampled.groups)
         self.engine.policy_updated(self.steps + 1)
 
         observed = self.controller.observe(
@@ -185,7 +199,7 @@ class Node:
         self.totals.foreign_groups_used += learned.foreign_groups
         self._boundary = self._state()
         self.gossip.progress(self.steps, self.policy.name)
-        return self._row(sampled, observed, learned, len(admitted), time.perf_counter() - began)
+        return self._row(sampled, observed, learned, distilled, len(admitted), time.perf_counter() - began)
 
     def next_problems(self) -> tuple[list[Problem], list[NDArray[np.int32]]]:
         """This step's problems: assigned by peer id and step, so that nobody can pick easy ones; in horizontal collaboration by step."""
@@ -270,6 +284,18 @@ class Node:
         useful, useless = split_one_reward(batch, self.config.learning)
         return useful + self.pool.replace(self.steps, useless)
 
+    def distill(self, groups: Sequence[ScoredGroup]) -> DistillReport | None:
+        """Train the adapter that only rollouts wear, on the node's own completions; None when there is none or nothing is sparse."""
+        schedule = self.engine.schedule if isinstance(self.engine, SparseEngine) else None
+        if self.distiller is None or schedule is None:
+            return None
+        samples = [
+            (torch.from_numpy(group.prompt), torch.from_numpy(completion.tokens))
+            for group in groups
+            for completion in group.group.completions
+        ]
+        return self.distiller.step(samples, schedule.budgets_at, self.config.rollout.temperature)
+
     def evaluate(self, split: Split) -> Evaluation:
         """Sampled accuracy on a split that is never trained on."""
         self.status.enter(State.EVALUATING)
@@ -301,6 +327,19 @@ class Node:
                 scores.append(None)
         return scores
 
+    def _make_distiller(self) -> Distiller | None:
+        options = self.config.distill
+        if not options.enabled:
+            return None
+        if not isinstance(self.engine, SparseEngine):
+            raise DistillError(
+                f"distill.enabled needs the sparse engine, and this node samples with {self.engine.name}: set distill.enabled=false, or "
+                "rollout.engine=sparse with a model that it knows"
+            )
+        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
+        self.engine.runner.adapter = adapter
+        return Distiller(self.policy.model, adapter, options, self._noise_seed)
+
     def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], sparse_budget: int) -> Group:
         self._sequence += 1
         tag = PolicyTag(
@@ -327,6 +366,8 @@ class Node:
         state, bodies = self._boundary
         weights = {name: parameter.detach() for name, parameter in self.policy.trainable().items()}
         optimiser, _ = self.trainer.state_dict()
+        if self.distiller is not None:
+            optimiser |= {f"{ADAPTER}{name}": tensor for name, tensor in self.distiller.state_dict().items()}
         return Checkpoint(step=self.steps, weights=weights, optimiser=optimiser, state=state, bodies=bodies)
 
     def _state(self) -> tuple[dict[str, Any], list[bytes]]:
@@ -356,7 +397,11 @@ class Node:
         state: dict[str, Any] = checkpoint.state
         try:
             self.policy.load_weights(checkpoint.weights)
-            self.trainer.load_state_dict(checkpoint.optimiser, state["trainer"])
+            moments = {name: tensor for name, tensor in checkpoint.optimiser.items() if not name.startswith(ADAPTER)}
+            adapter = {name.removeprefix(ADAPTER): tensor for name, tensor in checkpoint.optimiser.items() if name.startswith(ADAPTER)}
+            self.trainer.load_state_dict(moments, state["trainer"])
+            if self.distiller is not None and adapter:
+                self.distiller.load_state_dict(adapter)
         except ValueError as error:  # another LoRA rank, another dtype
             raise ResumeError(f"the checkpoint of step {checkpoint.step} does not fit this configuration: {error}") from error
         self.controller.restore(state["controller"])
@@ -376,7 +421,9 @@ class Node:
             counts[reason] = counts.get(reason, 0) + count
         return counts
 
-    def _row(self, sampled: Sampled, observed: Observation, learned: StepReport, admitted: int, seconds: float) -> StepRow:
+    def _row(
+        self, sampled: Sampled, observed: Observation, learned: StepReport, distilled: DistillReport | None, admitted: int, seconds: float
+    ) -> StepRow:
         network = self.gossip.report()
         lengths = np.array([len(completion) for group in sampled.rollout.groups for completion in group])
         cut = np.array([completion.finish is Finish.LENGTH for group in sampled.rollout.groups for completion in group])
@@ -431,6 +478,8 @@ class Node:
             sparse_budget=report.largest_budget,
             acceptance_p5=report.acceptance_p5,
             schedule_change=report.schedule_change,
+            distill_loss=np.nan if distilled is None else distilled.loss,
+            distill_seconds=np.nan if distilled is None else distilled.seconds,
             learning_tokens=learned.tokens,
             learning_seconds=learned.seconds,
             learning_tokens_per_second=learned.tokens_per_second,

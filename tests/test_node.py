@@ -12,10 +12,12 @@ from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
 from swarm_node.network.gossip import NetworkReport, Received
-from swarm_node.node import Node, ResumeError
+from swarm_node.node import DistillError, Node, ResumeError
 from swarm_node.observe.status import State
+from swarm_node.observe.stepline import step_line
 from swarm_node.policy.checkpoint import load_latest, save_checkpoint
-from swarm_node.simulation import NodeSpec, Swarm
+from swarm_node.rollout.schedule import Schedule, save_schedule
+from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
 from swarm_node.tasks.base import Problem, RewardError, Split, Task, TaskError
 
@@ -85,6 +87,41 @@ def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_pa
     assert torch.equal(weights(straight), weights(resumed))
     assert [row.reward_mean for row in after] == [row.reward_mean for row in rows[3:]]
     assert [row.group_size for row in after] == [row.group_size for row in rows[3:]]
+
+
+def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwarm, tmp_path: Path) -> None:
+    save_schedule(tmp_path / "one.json", Schedule((1,), 0.5, "test"))
+    config = {
+        **SMALL,
+        # Hot enough that some completions grow beyond the four pages that are read anyway.
+        "rollout": {"prompts_per_step": 2, "max_new_tokens": 128, "temperature": 3.0},
+        "sparsity": {"schedule": str(tmp_path / "one.json"), "threshold": 0.5},
+        "distill": {"enabled": True, "rank": 4, "learning_rate": 1e-2},
+    }
+    straight = alone(swarm, config=config)
+    rows = [straight.step() for _ in range(4)]
+    sparse = [row for row in rows if row.sparse_share > 0]
+    assert sparse
+    assert all(row.sparse_budget == 1 and row.distill_loss > 0 for row in sparse)
+    assert any(0 < row.acceptance_p5 < 1 for row in rows)
+    assert f"sparse {sparse[0].sparse_share:.0%} of tokens, up to 1 pages" in step_line(sparse[0])
+
+    first = alone(swarm, config=config)
+    for _ in range(2):
+        first.step()
+    save_checkpoint(tmp_path / "checkpoints", first.checkpoint())
+    resumed = alone(swarm, config=config)
+    checkpoint = load_latest(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    resumed.restore(checkpoint)
+    after = [resumed.step() for _ in range(2)]
+    assert torch.equal(weights(straight), weights(resumed))
+    for name in ("distill_loss", "acceptance_p5", "sparse_share"):
+        np.testing.assert_equal([getattr(row, name) for row in after], [getattr(row, name) for row in rows[2:]])
+
+    with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}  # type: ignore[dict-item]
+    with pytest.raises(DistillError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
+        alone(swarm, config=with_engine)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -112,6 +112,9 @@ class StepRow:
     """5th percentile of the acceptance of sparse tokens that were rescored densely."""
     schedule_change: str = ""
     """What the closed loop changed in the schedule, and why."""
+    distill_loss: float = NAN
+    """Divergence of the sparse actor from the dense policy before its adapter's update, nats a token."""
+    distill_seconds: float = NAN
     learning_tokens: int = 0
     learning_seconds: float = NAN
     learning_tokens_per_second: float = NAN

@@ -45,6 +45,8 @@ def _control(row: StepRow) -> str:
 
 def _sparsity(row: StepRow) -> str:
     text = f"sparse {_percent(row.sparse_share)} of tokens, up to {row.sparse_budget} pages, acceptance p5 {_number(row.acceptance_p5)}"
+    if math.isfinite(row.distill_loss):
+        text += f", divergence {_small(row.distill_loss)}"
     return f"{text} ({row.schedule_change})" if row.schedule_change else text
 
 
