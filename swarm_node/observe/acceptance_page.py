@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class Point:
     mean: float
     p5: float
     error: float
-    """Standard error of the 5th percentile."""
+    """Standard error of the 5th percentile; NaN where it is not known."""
     count: int
     """Tokens."""
 
@@ -44,7 +45,7 @@ def render_acceptance(model: str, threshold: float, points: Sequence[Point], sch
 
     rows = "".join(
         f"<tr><td>{name}</td><td>{point.position:,}</td><td>{point.budget}</td><td>{point.mean:.3f}</td>"
-        f"<td>{point.p5:.3f} ± {point.error:.3f}</td><td>{point.count:,}</td></tr>"
+        f"<td>{point.p5:.3f}{f' ± {point.error:.3f}' if math.isfinite(point.error) else ''}</td><td>{point.count:,}</td></tr>"
         for name, part in (("search", points), ("held out", held))
         for point in part
     )
