@@ -24,8 +24,9 @@ class DistillOptions(Options):
     """`forward`: KL(dense || sparse), which asks the rollout to cover whatever the policy would say; `reverse`: KL(sparse || dense)."""
     coefficient: float = Field(1.0, gt=0)
     """Factor of the divergence. AdamW does not feel the scale of a loss; the limit on the gradient's norm does."""
-    learning_rate: float = Field(5e-4, gt=0)
-    """Of AdamW, constant. The adapter starts at zero and bears far larger steps than the policy."""
+    learning_rate: float = Field(2e-4, gt=0)
+    """Of AdamW, constant. The adapter starts at zero and bears far larger steps than the policy; too large ones cost acceptance where
+    little was missing."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest norm of the adapter's gradient; longer ones are scaled down to it."""
     completions_per_step: int = Field(4, ge=1, le=1024)
