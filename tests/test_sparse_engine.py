@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -241,3 +242,16 @@ def test_a_model_that_it_cannot_walk_is_sampled_by_the_reference(caplog: pytest.
     assert "sampling with the reference engine" in caplog.text
     assert create_engine(llama_policy(), RolloutOptions()).name == "sparse"
     assert create_engine(llama_policy(), RolloutOptions(engine="reference")).name == "reference"
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_take_no_more_memory_than_twenty() -> None:
+    policy = llama_policy()
+    engine = SparseEngine(policy, RolloutOptions(), Schedule((1,), 0.86, "test"))
+    process = psutil.Process()
+    taken = []
+    for step in range(200):
+        generate(engine, [request(100 + step % 50, 4, step)])
+        engine.policy_updated(step)
+        taken.append(process.memory_info().rss)
+    assert max(taken[150:]) - max(taken[:20]) < 16 * 2**20
