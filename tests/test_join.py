@@ -95,7 +95,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind_within_ten_seconds(tmp
 
 
 def test_a_closed_terminal_stops_a_node_like_ctrl_c_and_nohup_keeps_it(tmp_path: Path) -> None:
-    process = start(tmp_path / "terminal")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the node inherits: these tests may run under nohup themselves
+    try:
+        process = start(tmp_path / "terminal")
+    finally:
+        signal.signal(signal.SIGHUP, before)
     read_until(process, r"^step 1 ")
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=10)

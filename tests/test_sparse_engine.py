@@ -225,6 +225,12 @@ def test_an_evaluation_ignores_the_schedule_and_a_request_overrules_it() -> None
     assert not np.allclose(mixed.groups[0][1].logprobs[:20], dense.groups[0][1].logprobs[:20], atol=1e-3)
 
 
+def test_no_requests_are_an_empty_rollout() -> None:
+    rollout = generate(SparseEngine(llama_policy(), RolloutOptions()), [])
+    assert rollout.groups == ()
+    assert rollout.report.tokens == 0
+
+
 def test_every_slot_step_is_either_running_or_idle() -> None:
     rollout = generate(SparseEngine(endless(llama_policy()), RolloutOptions()), [request(5, 4, 1)], max_new_tokens=12)
     assert rollout.report.slot_idle_share == 0.0

@@ -8,10 +8,8 @@ from swarm_node.rollout.engine import GroupRequest
 
 
 def check_requests(requests: Sequence[GroupRequest], max_new_tokens: int, context: int | None) -> None:
-    """Raise ValueError for no request, an empty prompt, a group of size 0, budgets that are not one positive number a completion, or a
+    """Raise ValueError for an empty prompt, a group of size 0, budgets that are not one positive number a completion, or a
     prompt that leaves no room for `max_new_tokens` in the model's context of so many tokens (None: unlimited)."""
-    if not requests:
-        raise ValueError("there are no requests to sample: give at least one")
     for index, request in enumerate(requests):
         if len(request.prompt) < 1 or request.size < 1:
             raise ValueError(f"request {index} has {len(request.prompt)} prompt tokens and size {request.size}; both must be at least 1")

@@ -81,6 +81,8 @@ class SparseEngine:
             FloatingPointError: the model's logits are not finite.
         """
         check_requests(requests, max_new_tokens, self._policy.context)
+        if not requests:
+            return Rollout((), RolloutReport(0, 0.0, 0.0, 0.0))
         started = time.perf_counter()
         monitor = None if dense else self._monitor
         if monitor is not None:
