@@ -12,10 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from policies import family_model, random_policy
+from swarm_kernels.backend import Backend
+from swarm_kernels.portable import TorchKernels
 from swarm_protocols.group import Completion, Finish
 
 from swarm_node.policy.logprobs import completion_logprobs
 from swarm_node.policy.policy import Policy
+from swarm_node.rollout import create
 from swarm_node.rollout.cache_size import CacheTooSmall
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
@@ -248,6 +251,13 @@ def test_a_model_that_it_cannot_walk_is_sampled_by_the_reference(caplog: pytest.
     assert "sampling with the reference engine" in caplog.text
     assert create_engine(llama_policy(), RolloutOptions()).name == "sparse"
     assert create_engine(llama_policy(), RolloutOptions(engine="reference")).name == "reference"
+
+
+def test_without_a_compiler_the_reference_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "choose_backend", lambda device: Backend(TorchKernels(), "kernels: torch operations, no compiler"))
+    engine = create_engine(llama_policy(), RolloutOptions())
+    assert engine.name == "reference"
+    assert engine.choices == ("engine reference, dense, for want of fast kernels; kernels: torch operations, no compiler",)
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from swarm_kernels.backend import choose_backend
+from swarm_kernels.portable import TorchKernels
+
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.closed_loop import ClosedLoop
 from swarm_node.rollout.engine import Engine
@@ -20,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOptions | None = None, home: Path | None = None) -> Engine:
-    """The engine of `rollout.engine`. Where the sparse one cannot walk the model, the reference takes its place, and says so.
+    """The engine of `rollout.engine`. Where the sparse one cannot walk the model, or has no kernels that are worth it, the reference takes
+    its place, and says so.
 
     Args:
         sparsity: Of the sparse engine; None: dense.
@@ -35,6 +39,9 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
 
         return VllmEngine(policy, options)
     if options.engine == "sparse":
+        backend = choose_backend(policy.device)
+        if isinstance(backend.kernels, TorchKernels):  # which gather pages with torch, ten times slower than dense attention in place
+            return ReferenceEngine(policy, options, choice=f"engine reference, dense, for want of fast kernels; {backend.reason}")
         try:
             return _sparse(policy, options, sparsity or SparsityOptions(schedule="dense"), home)
         except Unsupported as reason:
