@@ -39,7 +39,7 @@ def cache_pages(layout: PageLayout, requests: Sequence[GroupRequest], max_new_to
     if allowed < most[0]:
         need, have = (pages * layout.page_bytes / 2**20 for pages in (most[0], allowed))
         raise CacheTooSmall(
-            f"one completion of up to {most[0] * size} tokens needs {need:.0f} MiB of cache and {have:.0f} MiB are allowed: "
+            f"one completion of up to {most[0] * size} tokens needs {need:.3g} MiB of cache and {have:.3g} MiB are allowed: "
             "raise rollout.cache_gib, or lower rollout.max_new_tokens"
         )
     return min(useful, allowed)
