@@ -96,6 +96,22 @@ def test_adapters_of_the_policy_take_part() -> None:
     assert rollout.groups[0][0].logprobs[0] != pytest.approx(plain.groups[0][0].logprobs[0], abs=1e-3)
 
 
+@pytest.mark.parametrize("how", ["hook", "replaced forward"])
+def test_whatever_changes_a_linear_layer_is_called(how: str) -> None:
+    policy = replace(llama_policy(), dtype=torch.bfloat16)
+    policy.model.to(torch.bfloat16)  # the type that our own kernel of a linear layer takes
+    engine = SparseEngine(policy, RolloutOptions())
+    before = generate(engine)
+    linear = policy.model.model.layers[1].mlp.down_proj  # type: ignore[union-attr, index]
+    plain = linear.forward
+    if how == "hook":
+        linear.register_forward_hook(lambda module, inputs, out: out * 3)
+    else:
+        linear.forward = lambda x: plain(x) * 3
+    after = generate(engine)
+    assert after.groups[0][0].logprobs[0] != pytest.approx(before.groups[0][0].logprobs[0], abs=1e-3)
+
+
 def test_a_completion_does_not_depend_on_what_runs_beside_it() -> None:
     policy = llama_policy()
     together = generate(SparseEngine(policy, RolloutOptions()))
@@ -124,7 +140,9 @@ def test_a_full_cache_preempts_and_resumes_and_loses_nothing(pages: int) -> None
 
 def test_a_cache_that_holds_no_completion_is_refused_with_what_it_needs() -> None:
     engine = SparseEngine(llama_policy(), RolloutOptions(cache_gib=1e-4))
-    with pytest.raises(CacheTooSmall, match=r"up to 112 tokens needs 0\.226 MiB of cache and 0\.0967 MiB are allowed: raise rollout\.cache_gib"):
+    with pytest.raises(
+        CacheTooSmall, match=r"up to 112 tokens needs 0\.226 MiB of cache and 0\.0967 MiB are allowed: raise rollout\.cache_gib"
+    ):
         generate(engine)
 
 

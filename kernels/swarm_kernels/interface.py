@@ -85,6 +85,9 @@ class Kernels(Protocol):
     def gate(self, gates: Tensor, values: Tensor) -> Tensor:
         """The middle of a gated MLP, see `elementwise/naive.py`."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A linear layer of few rows, see `linear/naive.py`. A row's result does not depend on the others where it is our own kernel."""
+
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""
 

@@ -13,6 +13,7 @@ from swarm_kernels.checks import check_attend, check_cache, check_select
 from swarm_kernels.elementwise import naive as elementwise
 from swarm_kernels.interface import DecodeStep, compose_layer
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache
+from swarm_kernels.linear import naive as linear_naive
 
 
 class TorchKernels:
@@ -107,6 +108,9 @@ class TorchKernels:
 
     def gate(self, gates: Tensor, values: Tensor) -> Tensor:
         return elementwise.gate(gates, values)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_naive.linear(x, weight, bias)
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         scaled = logits.float() * sharpness[:, None]

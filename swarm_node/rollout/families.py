@@ -65,6 +65,7 @@ class Anatomy:
     rotary: nn.Module
     layers: tuple[Layer, ...]
     norm: Norm
+    head: nn.Module
     query_heads: int
     kv_heads: int
     head_size: int
@@ -96,7 +97,16 @@ def dissect(model: nn.Module) -> Anatomy:
     if transformer.rotary_emb(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.long))[0].shape[-1] != size:
         raise Unsupported("the model rotates only a part of each head")
     layers = tuple(_layer(module, index, config) for index, module in enumerate(transformer.layers))
-    return Anatomy(transformer.embed_tokens, transformer.rotary_emb, layers, _norm(transformer.norm), heads, kv_heads, size)
+    return Anatomy(
+        transformer.embed_tokens,
+        transformer.rotary_emb,
+        layers,
+        _norm(transformer.norm),
+        causal.get_output_embeddings(),
+        heads,
+        kv_heads,
+        size,
+    )
 
 
 def _norm(module: Any) -> Norm:

@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from numpy.typing import NDArray
 from swarm_kernels.interface import DecodeStep, Kernels
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache, gather
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.families import Anatomy, Layer, Norm, dissect
@@ -132,13 +132,25 @@ class ModelRunner:
         cosines, sines = self.anatomy.rotary(hidden, torch.from_numpy(positions).to(self.device)[None])
         return cosines[0], sines[0]
 
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits (N, V) of hidden states (N, H) after the final norm. None of the families changes them after its head."""
+        return self._linear(self.anatomy.head, hidden)
+
+    def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
+        """A linear layer by our own kernel where it is nothing else; whatever wraps, hooks or replaces its forward is called."""
+        plain = type(module) is nn.Linear and not ("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
+        if plain:
+            return self.kernels.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+        out: Tensor = module(x)
+        return out
+
     def _norm(self, norm: Norm, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.kernels.add_norm(hidden, delta, norm.weight, norm.epsilon)
 
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query (N, query heads, head size), keys and values (N, KV heads, head size), not rotated yet."""
         size = self.anatomy.head_size
-        query, keys, values = layer.query(normed), layer.key(normed), layer.value(normed)
+        query, keys, values = (self._linear(module, normed) for module in (layer.query, layer.key, layer.value))
         if layer.query_norm is not None and layer.key_norm is not None:
             query = self._norm(layer.query_norm, query.view(-1, size), None)[1]
             keys = self._norm(layer.key_norm, keys.view(-1, size), None)[1]
@@ -148,8 +160,9 @@ class ModelRunner:
     def _finish(self, layer: Layer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """What follows attention in a layer, for hidden (N, H) and attended (N, query heads, head size): the residual stream and what the
         next norm adds to it."""
-        hidden, normed = self._norm(layer.middle_norm, hidden, layer.output(attended.flatten(1)))
-        return hidden, layer.down(self.kernels.gate(layer.gate(normed), layer.up(normed)))
+        hidden, normed = self._norm(layer.middle_norm, hidden, self._linear(layer.output, attended.flatten(1)))
+        gated = self.kernels.gate(self._linear(layer.gate, normed), self._linear(layer.up, normed))
+        return hidden, self._linear(layer.down, gated)
 
 
 class _Span:

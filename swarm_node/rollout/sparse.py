@@ -14,7 +14,6 @@ from swarm_kernels.layout import RESERVED_PAGES, PageLayout
 from swarm_protocols.group import Finish
 from torch import Tensor
 
-from swarm_node.policy.parts import head
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.acceptance import top_logprobs
 from swarm_node.rollout.cache_size import cache_pages
@@ -159,7 +158,7 @@ class SparseEngine:
             budgets = self._budgets(stepping, positions)
             work.count(positions, budgets, scheduler.cache.layout.page_size)
             states.insert(0, self.runner.decode(tokens, positions, batch, scheduler.cache, budgets))
-        logits = head(self._policy.model)(torch.cat(states))
+        logits = self.runner.project(torch.cat(states))
         drawn = np.array([sequence.count for sequence in rows])
         numbers = uniforms(np.array([sequence.stream for sequence in rows], dtype=np.uint64), drawn)
         tokens, logprobs = draw(logits, torch.from_numpy(numbers).to(self._policy.device), temperature)

@@ -59,4 +59,17 @@ class GateArguments(ctypes.Structure):
     _fields_ = _fields("gates values out", "count", "dtype threads")
 
 
-STRUCTURES = (AppendArguments, SelectArguments, AttendArguments, DecodeArguments, LogprobArguments, NormArguments, GateArguments)
+class LinearArguments(ctypes.Structure):
+    _fields_ = _fields("input weight bias out packed", "", "rows inputs outputs threads")
+
+
+STRUCTURES = (
+    AppendArguments,
+    SelectArguments,
+    AttendArguments,
+    DecodeArguments,
+    LogprobArguments,
+    NormArguments,
+    GateArguments,
+    LinearArguments,
+)

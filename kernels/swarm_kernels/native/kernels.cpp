@@ -2,6 +2,7 @@
 #include "append.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "linear.h"
 #include "logprob.h"
 #include "selection.h"
 
@@ -38,6 +39,11 @@ void swarm_norm(const NormArguments* a) { FOR_DTYPE(a->dtype, elementwise::norm)
 
 void swarm_gate(const GateArguments* a) { FOR_DTYPE(a->dtype, elementwise::gate) }
 
+void swarm_linear(const LinearArguments* a) { linear::multiply(*a); }
+
+// Whether `swarm_linear` does anything: it needs the matrix unit.
+int32_t swarm_has_linear() { return linear::available(); }
+
 void swarm_logprob_forward(const LogprobArguments* a) { FOR_DTYPE(a->dtype, logprob::forward) }
 
 void swarm_logprob_backward(const LogprobArguments* a) { FOR_DTYPE(a->dtype, logprob::backward) }
@@ -53,7 +59,7 @@ uint64_t swarm_read(const uint64_t* words, int64_t count, int32_t threads) {
 // Sizes of the argument structures, so that the caller can tell that both sides agree on them.
 int32_t swarm_argument_bytes(int32_t which) {
     const size_t sizes[] = {sizeof(AppendArguments), sizeof(SelectArguments), sizeof(AttendArguments), sizeof(DecodeArguments), sizeof(LogprobArguments),
-                            sizeof(NormArguments), sizeof(GateArguments)};
+                            sizeof(NormArguments), sizeof(GateArguments), sizeof(LinearArguments)};
     return static_cast<int32_t>(sizes[which]);
 }
 

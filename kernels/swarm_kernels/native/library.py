@@ -11,6 +11,7 @@ from swarm_kernels.checks import check_attend, check_cache, check_select
 from swarm_kernels.elementwise import naive
 from swarm_kernels.interface import DecodeStep
 from swarm_kernels.layout import LayerCache
+from swarm_kernels.linear import naive as linear_naive
 from swarm_kernels.native.arguments import (
     DTYPE_CODES,
     STRUCTURES,
@@ -18,6 +19,7 @@ from swarm_kernels.native.arguments import (
     AttendArguments,
     DecodeArguments,
     GateArguments,
+    LinearArguments,
     LogprobArguments,
     NormArguments,
     SelectArguments,
@@ -26,6 +28,8 @@ from swarm_kernels.native.build import BuildError, build
 
 WIDTH = 32
 """Elements that the vectors of the elementwise kernels take at once; other widths are computed by torch."""
+LINEAR_ROWS = 64
+"""Rows up to which reading the weights is what a linear layer costs; torch is better at larger products."""
 TASKS_A_THREAD = 4
 """Splits are added until every thread has this many (sequence, KV head, split) tasks, so that uneven lengths still balance."""
 
@@ -55,6 +59,7 @@ class NativeKernels:
 
     def __init__(self, march: str = "native") -> None:
         self.library = load_library(march)
+        self._has_linear = bool(self.library.swarm_has_linear())
         self._step: DecodeStep | None = None
         self._arguments = DecodeArguments()
         self._scratch: tuple[Tensor, ...] = ()
@@ -160,6 +165,28 @@ class NativeKernels:
             gates.data_ptr(), values.data_ptr(), out.data_ptr(), count, DTYPE_CODES[gates.dtype], torch.get_num_threads()
         )
         self.library.swarm_gate(ctypes.byref(arguments))
+        return out
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows, (outputs, inputs) = len(x), weight.shape
+        parts = (x, weight) if bias is None else (x, weight, bias)
+        fits = 0 < rows <= LINEAR_ROWS and inputs % WIDTH == 0 and outputs % WIDTH == 0
+        if not (self._has_linear and fits and all(part.is_contiguous() and part.dtype == torch.bfloat16 for part in parts)):
+            return linear_naive.linear(x, weight, bias)
+        out = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        packed = torch.empty(min(rows, 16) * -(-rows // 16) * inputs, dtype=torch.bfloat16)
+        arguments = LinearArguments(
+            x.data_ptr(),
+            weight.data_ptr(),
+            _pointer(bias),
+            out.data_ptr(),
+            packed.data_ptr(),
+            rows,
+            inputs,
+            outputs,
+            torch.get_num_threads(),
+        )
+        self.library.swarm_linear(ctypes.byref(arguments))
         return out
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:

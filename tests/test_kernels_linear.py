@@ -1,0 +1,54 @@
+"""Linear layers of few rows: the compiled kernel against float32, and where torch computes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from swarm_kernels.linear import naive
+from swarm_kernels.native import library
+from swarm_kernels.native.library import NativeKernels
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (576, 192), (64, 1536), (1536, 576)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_linear_layer_is_the_float32_product_rounded_once(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, weight = random(rows, inputs, seed=rows), random(outputs, inputs, seed=outputs)
+    bias = random(outputs, seed=7) if biased else None
+    exact = naive.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    out = NativeKernels().linear(x, weight, bias)
+    assert out.dtype == torch.bfloat16
+    # Half a unit in the last place of bfloat16, and what float32 sums of so many products lose near zero.
+    torch.testing.assert_close(out.double(), exact, rtol=2.0**-8, atol=1e-5 * inputs**0.5)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    kernels = NativeKernels()
+    x, weight = random(40, 576), random(96, 576, seed=1)
+    if not kernels.library.swarm_has_linear():
+        assert torch.equal(kernels.linear(x, weight), naive.linear(x, weight))  # torch's kernels promise no more
+        return
+    together = kernels.linear(x, weight)
+    for rows in (1, 7, 16, 20):
+        assert torch.equal(kernels.linear(x[:rows].contiguous(), weight), together[:rows])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (random(4, 48), random(32, 48)),
+        (random(4, 64), random(40, 64)),
+        (random(65, 64), random(32, 64)),
+        (random(0, 64), random(32, 64)),
+        (random(64, 4).t(), random(32, 64)),
+        (random(4, 64, dtype=torch.float32), random(32, 64, dtype=torch.float32)),
+    ],
+)
+def test_whatever_the_kernel_does_not_take_is_torch_s(x: torch.Tensor, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = NativeKernels()
+    monkeypatch.setattr(library, "LinearArguments", None)  # calling it would fail
+    assert torch.equal(kernels.linear(x, weight), naive.linear(x, weight))
