@@ -19,8 +19,9 @@ setup: .venv/.installed
 swarm: setup
 	$(BIN)/python examples/local_swarm.py --preset $(PRESET)
 
+# Two workers of one thread each: more threads than cores wait for each other.
 test: setup
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check .
