@@ -186,6 +186,12 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_anything_is_written
     assert not home.exists()
 
 
+def status_of(home: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(home), "--json"]
+    facts: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    return facts
+
+
 def test_two_nodes_meet_by_address_and_learn_from_each_other(tmp_path: Path) -> None:
     ada = start(tmp_path / "ada")
     try:
@@ -198,13 +204,9 @@ def test_two_nodes_meet_by_address_and_learn_from_each_other(tmp_path: Path) -> 
             read_until(ben, r"^step 1 ")
 
             wait_until(lambda: all(foreign_used(home) > 0 for home in homes))
-            status = subprocess.run(
-                [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(homes[0]), "--json"],
-                capture_output=True, text=True, timeout=60, check=True,
-            )  # fmt: skip
-            facts = json.loads(status.stdout)
-            assert facts["running"]
-            assert facts["peers"] == 1
+            # The status is a second old at most, and the first foreign group may be younger.
+            wait_until(lambda: status_of(homes[0])["peers"] == 1)
+            assert status_of(homes[0])["running"]
         finally:
             ben.send_signal(signal.SIGINT)
             ben.communicate(timeout=20)
