@@ -52,3 +52,10 @@ def test_whatever_the_kernel_does_not_take_is_torch_s(x: torch.Tensor, weight: t
     kernels = NativeKernels()
     monkeypatch.setattr(library, "LinearArguments", None)  # calling it would fail
     assert torch.equal(kernels.linear(x, weight), naive.linear(x, weight))
+
+
+def test_shapes_that_do_not_fit_are_torch_s_error() -> None:
+    weight = random(32, 64)
+    for x, bias in ((random(4, 96), None), (random(4, 64), random(16))):
+        with pytest.raises(RuntimeError):
+            NativeKernels().linear(x, weight, bias)

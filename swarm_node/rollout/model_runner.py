@@ -1,7 +1,7 @@
 """Walk the policy's own modules over the paged cache: dense prefill of many sequences at once, and one token a sequence.
 
-The modules are called as they are, so whatever wraps a linear layer (an adapter, a hook) takes part, and a weight update needs no
-hand-over. Only attention, the rotation and the writes into the cache are ours.
+Weights are read where the policy has them, so an update needs no hand-over, and whatever wraps a linear layer (an adapter, a hook) is
+called and takes part. Attention, rotation, cache writes, norms and plain linear layers of few rows are kernels of ours.
 """
 
 from __future__ import annotations

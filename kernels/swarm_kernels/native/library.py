@@ -170,7 +170,8 @@ class NativeKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, (outputs, inputs) = len(x), weight.shape
         parts = (x, weight) if bias is None else (x, weight, bias)
-        fits = 0 < rows <= LINEAR_ROWS and inputs % WIDTH == 0 and outputs % WIDTH == 0
+        matching = x.shape == (rows, inputs) and (bias is None or bias.shape == (outputs,))  # else torch says what is wrong
+        fits = matching and 0 < rows <= LINEAR_ROWS and inputs % WIDTH == 0 and outputs % WIDTH == 0
         if not (self._has_linear and fits and all(part.is_contiguous() and part.dtype == torch.bfloat16 for part in parts)):
             return linear_naive.linear(x, weight, bias)
         out = torch.empty(rows, outputs, dtype=torch.bfloat16)
