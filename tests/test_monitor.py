@@ -77,6 +77,17 @@ def test_a_schedule_that_loses_too_much_is_raised_and_the_report_says_so() -> No
     np.testing.assert_equal(last[0].report.acceptance_p5, last[1].report.acceptance_p5)
 
 
+def test_a_schedule_that_was_chosen_since_is_not_overruled_by_the_checkpoint() -> None:
+    policy = endless_policy()
+    engine = monitored(policy, pages=1, threshold=0.99)
+    while engine.schedule is not None and engine.schedule.pages == (1,):
+        generate(engine, request(400, 2, 0), max_new_tokens=100)
+    calibrated = monitored(policy, pages=7, threshold=0.99)
+    calibrated.load_state(engine.state())
+    assert calibrated.schedule is not None
+    assert calibrated.schedule.pages == (7,)
+
+
 def test_where_logits_take_too_much_memory_the_top_tokens_bound_the_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = endless_policy()
     exact = generate(monitored(policy, pages=1), request(300, 2, 7))

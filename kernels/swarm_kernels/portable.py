@@ -10,13 +10,12 @@ from torch import Tensor
 
 from swarm_kernels.append.naive import rotate
 from swarm_kernels.checks import check_attend, check_cache, check_select
-from swarm_kernels.elementwise import naive as elementwise
 from swarm_kernels.interface import DecodeStep, compose_layer
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache
-from swarm_kernels.linear import naive as linear_naive
+from swarm_kernels.plain import PlainLayers
 
 
-class TorchKernels:
+class TorchKernels(PlainLayers):
     """See `swarm_kernels.interface.Kernels`."""
 
     name = "torch"
@@ -102,15 +101,6 @@ class TorchKernels:
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
-
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        return elementwise.add_norm(hidden, delta, weight, epsilon)
-
-    def gate(self, gates: Tensor, values: Tensor) -> Tensor:
-        return elementwise.gate(gates, values)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_naive.linear(x, weight, bias)
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         scaled = logits.float() * sharpness[:, None]

@@ -24,10 +24,9 @@ from swarm_node.rollout.calibration_log import CalibrationLog, Place, Sample
 from swarm_node.rollout.calibration_prompts import Part, Prompts
 from swarm_node.rollout.engine import GroupRequest
 from swarm_node.rollout.percentiles import RESERVED, Acceptance, fifth_percentile, is_sparse, summarise
-from swarm_node.rollout.schedule import BIN_TOKENS, DENSE, MAX_BINS, Schedule
+from swarm_node.rollout.schedule import BIN_TOKENS, DENSE, MAX_BINS, PAGE_SIZE, Schedule
 from swarm_node.rollout.sparse import SparseEngine
 
-PAGE_SIZE = 16
 RESAMPLES = 200
 """Bootstrap draws of whole prompts, whose tokens are not independent."""
 

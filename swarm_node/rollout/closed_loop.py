@@ -187,6 +187,11 @@ class ClosedLoop:
             )
         self._state = loaded
 
+    def starts_as(self, state: dict[str, Any]) -> bool:
+        """Whether a saved state began from the schedule that this loop begins from."""
+        own = self._state
+        return (state.get("source"), state.get("model"), state.get("pages")) == (own.source, own.model, own.pages)
+
     def _judge(self, index: int) -> str:
         """Move a bin's budget if its window asks for it; says what was done."""
         bin = self._state.bins[index]

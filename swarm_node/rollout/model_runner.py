@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,14 +19,10 @@ from swarm_kernels.layout import RESERVED_PAGES, LayerCache, gather
 from torch import Tensor, nn
 
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.rollout_adapter import RolloutAdapter
+from swarm_node.policy.sparse_attention import DENSE_LAYERS
 from swarm_node.rollout.families import Anatomy, Layer, Norm, dissect
 from swarm_node.rollout.paged_cache import Batch, CachedSequence, PagedCache
-
-if TYPE_CHECKING:
-    from swarm_node.policy.rollout_adapter import RolloutAdapter
-
-DENSE_LAYERS = 2
-"""The first layers stay dense (Sparrow)."""
 
 
 @dataclass(frozen=True)

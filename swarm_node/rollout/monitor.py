@@ -15,9 +15,7 @@ from swarm_node.rollout.closed_loop import ClosedLoop
 from swarm_node.rollout.engine import GroupRequest, Rollout
 from swarm_node.rollout.noise import streams
 from swarm_node.rollout.percentiles import fifth_percentile, is_sparse
-from swarm_node.rollout.schedule import Schedule
-
-PAGE_SIZE = 16
+from swarm_node.rollout.schedule import PAGE_SIZE, Schedule
 
 
 class Monitor:
@@ -69,5 +67,10 @@ class Monitor:
         return self._loop.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Raises ClosedLoopError, see `ClosedLoop.load_state`."""
-        self._loop.load_state(state)
+        """Go on from a saved state, unless another schedule has been chosen since (a calibration, an option): that one begins anew.
+
+        Raises:
+            ClosedLoopError: see `ClosedLoop.load_state`.
+        """
+        if self._loop.starts_as(state):
+            self._loop.load_state(state)

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 BIN_TOKENS = 2000
 """Positions, prompt and completion together, that share one budget."""
+PAGE_SIZE = 16
+"""Tokens of a page: what the budgets of all schedules count."""
 DENSE = 1 << 20
 """A budget that no context reaches: dense attention, exactly."""
 FILE = "schedule.json"

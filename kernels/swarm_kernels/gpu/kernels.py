@@ -15,11 +15,10 @@ from torch import Tensor
 from swarm_kernels.append.gpu import append_tokens, write_centroids
 from swarm_kernels.attention.gpu import attend_split, merge_splits
 from swarm_kernels.checks import check_attend, check_cache, check_select
-from swarm_kernels.elementwise import naive as elementwise
 from swarm_kernels.interface import DecodeStep, compose_layer
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache
-from swarm_kernels.linear import naive as linear_naive
 from swarm_kernels.logprob.gpu import logprob_backward, logprob_forward
+from swarm_kernels.plain import PlainLayers
 from swarm_kernels.selection.gpu import keep_best, score_pages
 
 BLOCK_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
@@ -39,7 +38,7 @@ PROGRAMS_A_PROCESSOR = 2
 """Splits are added until every multiprocessor of the device has this many programs."""
 
 
-class TritonKernels:
+class TritonKernels(PlainLayers):
     """See `swarm_kernels.interface.Kernels`."""
 
     name = "triton"
@@ -203,15 +202,6 @@ class TritonKernels:
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
-
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        return elementwise.add_norm(hidden, delta, weight, epsilon)
-
-    def gate(self, gates: Tensor, values: Tensor) -> Tensor:
-        return elementwise.gate(gates, values)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_naive.linear(x, weight, bias)
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         rows, columns = logits.shape

@@ -291,7 +291,7 @@ void attend(const AttendArguments& a) {
         std::vector<Tile<T>> list;
 #if defined(MATRIX_UNIT)
         if constexpr (std::is_same_v<T, bfloat>)
-        if (matrix::available()) matrix::configure(a.group);
+        if (matrix::available()) matrix::configure<1, 6>(matrix::columns(a.group));
 #endif
         // Sequences innermost: those that share a prompt read its pages one after the other, from the cache of the core.
 #pragma omp for schedule(dynamic, 1)

@@ -21,19 +21,6 @@ constexpr int DEPTH = 32;  // bf16 numbers in a row of a tile
 constexpr int BLOCK = 32;  // outputs that are computed at once: two tiles of weights
 
 // Tile registers: 0 to 3 the totals (first and second sixteen rows of x by first and second sixteen outputs), 4 and 5 weights, 6 and 7 x.
-inline void configure(int columns) {
-    struct alignas(64) {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {};
-    shape.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-        shape.rows[i] = TILE;
-        shape.bytes[i] = i == 4 || i == 5 ? 64 : static_cast<uint16_t>(4 * columns);
-    }
-    _tile_loadconfig(&shape);
-}
 
 // Sixteen rows of x with pairs of inputs interleaved: for each DEPTH inputs (pair, row, 2).
 inline void pack(const LinearArguments& a, int first, int columns, bfloat* to) {
@@ -66,7 +53,7 @@ inline void multiply(const LinearArguments& a) {
     const int64_t row_bytes = 2 * static_cast<int64_t>(a.inputs);
 #pragma omp parallel num_threads(a.threads)
     {
-        configure(columns);
+        matrix::configure<4, 5>(columns);
         alignas(64) float totals[4][TILE * TILE];
 #pragma omp for schedule(static)
         for (int output = 0; output < a.outputs; output += BLOCK) {
@@ -107,7 +94,7 @@ inline void multiply(const LinearArguments& a) {
                 }
             }
         }
-        _tile_release();
+        matrix::release();
     }
 }
 

@@ -19,8 +19,10 @@ inline bool available() {
 
 INLINE int columns(int group) { return group <= 4 ? 4 : group <= 8 ? 8 : 16; }
 
-// Once a thread and call: other libraries configure the registers for themselves.
-inline void configure(int group) {
+// Once a thread and call: other libraries configure the registers for themselves. Registers A and B hold 32 bf16 numbers a row, the first
+// operand; all others `width` pairs or totals.
+template <int A, int B>
+void configure(int width) {
     struct alignas(64) {
         uint8_t palette, start_row, reserved[14];
         uint16_t bytes[16];
@@ -29,7 +31,7 @@ inline void configure(int group) {
     shape.palette = 1;
     for (int i = 0; i < 8; ++i) {
         shape.rows[i] = LANES;
-        shape.bytes[i] = i == 1 || i == 6 ? 64 : static_cast<uint16_t>(4 * columns(group));
+        shape.bytes[i] = i == A || i == B ? 64 : static_cast<uint16_t>(4 * width);
     }
     _tile_loadconfig(&shape);
 }

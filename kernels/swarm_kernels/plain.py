@@ -1,0 +1,21 @@
+"""The layers of a model as plain torch computes them, for backends that have nothing faster."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swarm_kernels.elementwise import naive as elementwise
+from swarm_kernels.linear import naive as linear
+
+
+class PlainLayers:
+    """A part of `swarm_kernels.interface.Kernels`."""
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        return elementwise.add_norm(hidden, delta, weight, epsilon)
+
+    def gate(self, gates: Tensor, values: Tensor) -> Tensor:
+        return elementwise.gate(gates, values)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear.linear(x, weight, bias)
