@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from policies import random_policy
+from swarm_kernels.sampling.naive import draw
 from swarm_protocols.group import Completion, Finish
 from transformers import DynamicCache
 
@@ -20,7 +21,6 @@ from swarm_node.rollout.growing_cache import growing_cache
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.reference import ReferenceEngine
-from swarm_node.rollout.sampler import draw
 
 
 def request(length: int, size: int, key: int) -> GroupRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,57 @@ class DecodeStep:
     """(B,) int32: pages that a sparse layer reads besides the reserved three; None: every layer is dense."""
     list_width: int = 0
     """Pages of the longest list: the largest budget + 3, at most M."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """A linear layer that is nothing else."""
+
+    weight: Tensor
+    """(outputs, inputs)"""
+    bias: Tensor | None = None
+    """(outputs,)"""
+
+
+@dataclass(frozen=True, eq=False)
+class NormWeight:
+    """An RMS norm."""
+
+    weight: Tensor
+    """(H,)"""
+    epsilon: float
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """A decoder layer: norm, attention, norm, gated MLP."""
+
+    input_norm: NormWeight
+    query: LinearWeight
+    key: LinearWeight
+    value: LinearWeight
+    query_norm: NormWeight | None
+    key_norm: NormWeight | None
+    output: LinearWeight
+    middle_norm: NormWeight
+    gate: LinearWeight
+    up: LinearWeight
+    down: LinearWeight
+    scale: float
+    """Factor of the attention scores."""
+    window: int
+    """Tokens that a sliding window sees; 0: all."""
+    rotary: bool
+    """Whether keys and queries are rotated."""
+    selects: bool
+    """Whether it reads a selection of the pages when the step has budgets."""
+
+
+class Stack(Protocol):
+    """All layers of a model and its final norm, over the weights as they lie."""
+
+    def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        """One token of each of B sequences: embeddings (B, H), which are overwritten, to hidden states after the final norm (B, H)."""
 
 
 class Kernels(Protocol):
@@ -87,6 +139,13 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer of few rows, see `linear/naive.py`. A row's result does not depend on the others where it is our own kernel."""
+
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """One token a row and its log-probability, see `sampling/naive.py`."""
+
+    def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> Stack | None:
+        """All layers at once, with the results of the single kernels; None where this backend has it not, or not for such weights. It is
+        good for as long as the weights stay where they are; what is written into them is seen."""
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""

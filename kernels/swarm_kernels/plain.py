@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from swarm_kernels.elementwise import naive as elementwise
+from swarm_kernels.interface import LayerWeights, NormWeight
 from swarm_kernels.linear import naive as linear
+from swarm_kernels.sampling import naive as sampling
 
 
 class PlainLayers:
@@ -19,3 +23,9 @@ class PlainLayers:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear.linear(x, weight, bias)
+
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return sampling.draw(logits, uniforms, temperature)
+
+    def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
+        return None

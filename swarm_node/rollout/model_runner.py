@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 from numpy.typing import NDArray
-from swarm_kernels.interface import DecodeStep, Kernels
+from swarm_kernels.interface import DecodeStep, Kernels, LayerWeights, LinearWeight, NormWeight, Stack
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache, gather
 from torch import Tensor, nn
 
@@ -49,6 +49,13 @@ class ModelRunner:
         self.device = policy.device
         # A fixed number keeps a completion's attention the same whatever runs beside it.
         self._splits = 8 if policy.device.type == "cuda" else 2
+        self._stack: Stack | None = None
+
+    def prepare(self) -> None:
+        """Look at the modules anew: whether one call can compute all layers, over weights that stay where they are until the next look."""
+        layers = [_plain_weights(layer, index) for index, layer in enumerate(self.anatomy.layers)]
+        whole = [layer for layer in layers if layer is not None]
+        self._stack = self.kernels.stack(whole, _norm_weight(self.anatomy.norm)) if len(whole) == len(layers) else None
 
     def prefill(self, chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:
         """Compute chunks of prompts with dense attention and write their keys and values.
@@ -101,6 +108,8 @@ class ModelRunner:
             if sparse:
                 step.list_width = min(int(np.minimum(budgets, pages).max()) + RESERVED_PAGES, pages)
                 step.budgets = torch.from_numpy(budgets).to(self.device)
+            if self._stack is not None and self.adapter is None:
+                return self._stack.decode(step, cache.layers, hidden)
             plain = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
             delta: Tensor | None = None
             for index, (layer, layer_cache) in enumerate(zip(self.anatomy.layers, cache.layers, strict=True)):
@@ -114,7 +123,7 @@ class ModelRunner:
                     query,
                     keys,
                     values,
-                    sparse=sparse and index >= DENSE_LAYERS and not layer.window,
+                    sparse=sparse and _selects(layer, index),
                     window=layer.window,
                 )
                 hidden, delta = self._finish(layer, hidden, attended)
@@ -133,9 +142,9 @@ class ModelRunner:
 
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """A linear layer by our own kernel where it is nothing else; whatever wraps, hooks or replaces its forward is called."""
-        plain = type(module) is nn.Linear and not ("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
-        if plain:
-            return self.kernels.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+        plain = _plain(module)
+        if plain is not None:
+            return self.kernels.linear(x, plain.weight, plain.bias)
         out: Tensor = module(x)
         return out
 
@@ -158,6 +167,41 @@ class ModelRunner:
         hidden, normed = self._norm(layer.middle_norm, hidden, self._linear(layer.output, attended.flatten(1)))
         gated = self.kernels.gate(self._linear(layer.gate, normed), self._linear(layer.up, normed))
         return hidden, self._linear(layer.down, gated)
+
+
+def _plain(module: nn.Module) -> LinearWeight | None:
+    """What a linear layer that is nothing else consists of."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    return LinearWeight(module.weight, module.bias)
+
+
+def _norm_weight(norm: Norm) -> NormWeight:
+    return NormWeight(norm.weight, norm.epsilon)
+
+
+def _plain_weights(layer: Layer, index: int) -> LayerWeights | None:
+    """A layer whose linear layers are all plain."""
+    names = ("query", "key", "value", "output", "gate", "up", "down")
+    found = {name: plain for name in names if (plain := _plain(getattr(layer, name))) is not None}
+    if len(found) < len(names):
+        return None
+    return LayerWeights(
+        **found,
+        input_norm=_norm_weight(layer.input_norm),
+        query_norm=None if layer.query_norm is None else _norm_weight(layer.query_norm),
+        key_norm=None if layer.key_norm is None else _norm_weight(layer.key_norm),
+        middle_norm=_norm_weight(layer.middle_norm),
+        scale=layer.scale,
+        window=layer.window,
+        rotary=layer.rotary,
+        selects=_selects(layer, index),
+    )
+
+
+def _selects(layer: Layer, index: int) -> bool:
+    """Whether a layer reads a selection of the pages in a sparse step."""
+    return index >= DENSE_LAYERS and not layer.window
 
 
 class _Span:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from swarm_kernels.sampling.naive import draw
 from swarm_protocols.group import Completion
 from torch import Tensor
 from transformers import Cache
@@ -20,7 +21,6 @@ from swarm_node.rollout.growing_cache import growing_cache
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.requests import check_requests
-from swarm_node.rollout.sampler import draw
 from swarm_node.rollout.slots import Slots
 
 _COMPACT_SHARE = 0.25

@@ -24,7 +24,6 @@ from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.paged_cache import PagedCache
 from swarm_node.rollout.requests import check_requests
-from swarm_node.rollout.sampler import draw
 from swarm_node.rollout.schedule import DENSE, Schedule
 from swarm_node.rollout.scheduler import Scheduler
 from swarm_node.rollout.sequence import Prompt, Sequence
@@ -101,6 +100,7 @@ class SparseEngine:
         schedule, adapter = self.schedule, self.runner.adapter
         if dense:
             self.schedule = self.runner.adapter = None
+        self.runner.prepare()
         try:
             while scheduler.unfinished:
                 self._prefill(scheduler, work)
@@ -161,7 +161,7 @@ class SparseEngine:
         logits = self.runner.project(torch.cat(states))
         drawn = np.array([sequence.count for sequence in rows])
         numbers = uniforms(np.array([sequence.stream for sequence in rows], dtype=np.uint64), drawn)
-        tokens, logprobs = draw(logits, torch.from_numpy(numbers).to(self._policy.device), temperature)
+        tokens, logprobs = self.runner.kernels.draw(logits, torch.from_numpy(numbers).to(self._policy.device), temperature)
         self._keep(rows, logits, temperature, limit)
         self._record(scheduler, rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), limit)
         work.steps += 1

@@ -81,14 +81,10 @@ void write_centroid(const AppendArguments& a, int token) {
 
 template <typename T>
 void append(const AppendArguments& a) {
-    const bool worth_threads = a.tokens >= 64;
-#pragma omp parallel num_threads(a.threads) if (worth_threads)
-    {
-#pragma omp for
-        for (int token = 0; token < a.tokens; ++token) write_token<T>(a, token);
-#pragma omp for
-        for (int token = 0; token < a.tokens; ++token) write_centroid<T>(a, token);
-    }
+#pragma omp for schedule(static)
+    for (int token = 0; token < a.tokens; ++token) write_token<T>(a, token);
+#pragma omp for schedule(static)
+    for (int token = 0; token < a.tokens; ++token) write_centroid<T>(a, token);
 }
 
 }  // namespace append

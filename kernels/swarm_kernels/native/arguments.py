@@ -59,8 +59,43 @@ class GateArguments(ctypes.Structure):
     _fields_ = _fields("gates values out", "count", "dtype threads")
 
 
+class Product(ctypes.Structure):
+    _fields_ = _fields("weight bias out", "", "outputs")
+
+
 class LinearArguments(ctypes.Structure):
-    _fields_ = _fields("input weight bias out packed", "", "rows inputs outputs threads")
+    _fields_ = [("product", Product), *_fields("input packed", "", "rows inputs threads")]
+
+
+class NormWeight(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float)]
+
+
+class LayerArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, NormWeight) for name in ("input_norm", "query_norm", "key_norm", "middle_norm")),
+        *((name, Product) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        *_fields("cache_keys cache_values centroids", "", ""),
+        ("scale", ctypes.c_float),
+        *_fields("", "", "window rotary sparse"),
+    ]
+
+
+class StackArguments(ctypes.Structure):
+    _fields_ = [
+        ("step", DecodeArguments),
+        ("layers", ctypes.POINTER(LayerArguments)),
+        ("final_norm", NormWeight),
+        *_fields("hidden normed delta query keys values attended gates ups packed", "", "rows width inner count threads"),
+    ]
+
+
+class DrawArguments(ctypes.Structure):
+    _fields_ = [
+        *_fields("logits uniforms ids logprobs", "row_stride", "dtype rows columns"),
+        ("temperature", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
 
 
 STRUCTURES = (
@@ -72,4 +107,7 @@ STRUCTURES = (
     NormArguments,
     GateArguments,
     LinearArguments,
+    LayerArguments,
+    StackArguments,
+    DrawArguments,
 )

@@ -285,27 +285,24 @@ void merge_splits(const AttendArguments& a, int sequence, int head) {
 template <typename T, int D>
 void attend(const AttendArguments& a) {
     const int pairs = a.batch * a.kv_heads, tasks = pairs * a.splits;
-#pragma omp parallel num_threads(a.threads)
-    {
-        Rows<T> rows;
-        std::vector<Tile<T>> list;
+    Rows<T> rows;
+    std::vector<Tile<T>> list;
 #if defined(MATRIX_UNIT)
-        if constexpr (std::is_same_v<T, bfloat>)
+    if constexpr (std::is_same_v<T, bfloat>)
         if (matrix::available()) matrix::configure<1, 6>(matrix::columns(a.group));
 #endif
-        // Sequences innermost: those that share a prompt read its pages one after the other, from the cache of the core.
+    // Sequences innermost: those that share a prompt read its pages one after the other, from the cache of the core.
 #pragma omp for schedule(dynamic, 1)
-        for (int task = 0; task < tasks; ++task)
-            attend_split<T, D>(a, task % a.batch, task / a.batch / a.splits, task / a.batch % a.splits, rows, list);
-        if (a.splits > 1) {
-#pragma omp for
-            for (int pair = 0; pair < pairs; ++pair) merge_splits<T, D>(a, pair / a.kv_heads, pair % a.kv_heads);
-        }
-#if defined(MATRIX_UNIT)
-        if constexpr (std::is_same_v<T, bfloat>)
-            if (matrix::available()) matrix::release();
-#endif
+    for (int task = 0; task < tasks; ++task)
+        attend_split<T, D>(a, task % a.batch, task / a.batch / a.splits, task / a.batch % a.splits, rows, list);
+    if (a.splits > 1) {
+#pragma omp for schedule(static)
+        for (int pair = 0; pair < pairs; ++pair) merge_splits<T, D>(a, pair / a.kv_heads, pair % a.kv_heads);
     }
+#if defined(MATRIX_UNIT)
+    if constexpr (std::is_same_v<T, bfloat>)
+        if (matrix::available()) matrix::release();
+#endif
 }
 
 template <typename T>

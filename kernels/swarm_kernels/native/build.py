@@ -12,7 +12,19 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("kernels.cpp", "append.h", "attention.h", "elementwise.h", "linear.h", "logprob.h", "matrix.h", "selection.h", "vectors.h")
+SOURCES = (
+    "kernels.cpp",
+    "append.h",
+    "attention.h",
+    "draw.h",
+    "elementwise.h",
+    "linear.h",
+    "logprob.h",
+    "matrix.h",
+    "selection.h",
+    "stack.h",
+    "vectors.h",
+)
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-w", "-fPIC", "-shared")
 TIMEOUT_SECONDS = 900
 

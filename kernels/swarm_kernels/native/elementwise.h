@@ -24,7 +24,6 @@ struct GateArguments {  // mirrored by native/arguments.py
 namespace elementwise {
 
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements: below, waking a thread costs more than it saves
 
 template <typename T>
 void norm_row(const NormArguments& a, int row) {
@@ -55,8 +54,7 @@ void norm_row(const NormArguments& a, int row) {
 
 template <typename T>
 void norm(const NormArguments& a) {
-    const bool worth_threads = static_cast<int64_t>(a.rows) * a.columns >= WORTH_THREADS;
-#pragma omp parallel for num_threads(a.threads) if (worth_threads)
+#pragma omp for schedule(static)
     for (int row = 0; row < a.rows; ++row) norm_row<T>(a, row);
 }
 
@@ -71,8 +69,7 @@ void gate(const GateArguments& a) {
     const T* gates = static_cast<const T*>(a.gates);
     const T* values = static_cast<const T*>(a.values);
     T* out = static_cast<T*>(a.out);
-    const bool worth_threads = a.count >= WORTH_THREADS;
-#pragma omp parallel for num_threads(a.threads) if (worth_threads)
+#pragma omp for schedule(static)
     for (int64_t i = 0; i < a.count; i += LANES) narrow(out + i, rounded_to<T>(silu(widen(gates + i))) * widen(values + i));
 }
 

@@ -1,32 +1,41 @@
 // The C interface of the CPU kernels, called through ctypes (native/library.py), which checks the arguments.
+// Teams of threads are formed here and nowhere else: what the headers define is called by every thread of a team.
 #include "append.h"
 #include "attention.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "logprob.h"
 #include "selection.h"
+#include "stack.h"
 
-#define FOR_DTYPE(dtype, call)                   \
-    switch (dtype) {                             \
-        case FLOAT32: return call<float>(*a);    \
-        case FLOAT16: return call<half>(*a);     \
-        case BFLOAT16: return call<bfloat>(*a);  \
+#define FOR_DTYPE(dtype, call)                          \
+    switch (dtype) {                                    \
+        case FLOAT32: call<float>(*a); break;           \
+        case FLOAT16: call<half>(*a); break;            \
+        case BFLOAT16: call<bfloat>(*a); break;         \
     }
 
-struct DecodeArguments {  // mirrored by native/library.py
-    AppendArguments append;
-    SelectArguments select;
-    AttendArguments attend;
-    int32_t sparse;
-};
+constexpr int64_t WORTH_THREADS = 1 << 16;  // elements: below, waking a thread costs more than it saves
+
+static int team(int threads, int64_t elements) { return elements < WORTH_THREADS ? 1 : threads; }
 
 extern "C" {
 
-void swarm_append(const AppendArguments* a) { FOR_DTYPE(a->dtype, append::append) }
+void swarm_append(const AppendArguments* a) {
+#pragma omp parallel num_threads(team(a->threads, static_cast<int64_t>(a->tokens) * a->kv_heads * a->head_size * 4))
+    FOR_DTYPE(a->dtype, append::append)
+}
 
-void swarm_select(const SelectArguments* a) { FOR_DTYPE(a->dtype, selection::select) }
+void swarm_select(const SelectArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    FOR_DTYPE(a->dtype, selection::select)
+}
 
-void swarm_attend(const AttendArguments* a) { FOR_DTYPE(a->dtype, attention::attend) }
+void swarm_attend(const AttendArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    FOR_DTYPE(a->dtype, attention::attend)
+}
 
 // One layer of one decode step in one call.
 void swarm_decode(const DecodeArguments* a) {
@@ -35,18 +44,44 @@ void swarm_decode(const DecodeArguments* a) {
     swarm_attend(&a->attend);
 }
 
-void swarm_norm(const NormArguments* a) { FOR_DTYPE(a->dtype, elementwise::norm) }
+void swarm_norm(const NormArguments* a) {
+#pragma omp parallel num_threads(team(a->threads, static_cast<int64_t>(a->rows) * a->columns))
+    FOR_DTYPE(a->dtype, elementwise::norm)
+}
 
-void swarm_gate(const GateArguments* a) { FOR_DTYPE(a->dtype, elementwise::gate) }
+void swarm_gate(const GateArguments* a) {
+#pragma omp parallel num_threads(team(a->threads, a->count))
+    FOR_DTYPE(a->dtype, elementwise::gate)
+}
 
-void swarm_linear(const LinearArguments* a) { linear::multiply(*a); }
+void swarm_linear(const LinearArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    linear::run(*a);
+}
 
-// Whether `swarm_linear` does anything: it needs the matrix unit.
+// All layers of a decode step.
+void swarm_stack(const StackArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    stack::run(*a);
+}
+
+// Whether `swarm_linear` and `swarm_stack` do anything: they need the matrix unit.
 int32_t swarm_has_linear() { return linear::available(); }
 
-void swarm_logprob_forward(const LogprobArguments* a) { FOR_DTYPE(a->dtype, logprob::forward) }
+void swarm_logprob_forward(const LogprobArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    FOR_DTYPE(a->dtype, logprob::forward)
+}
 
-void swarm_logprob_backward(const LogprobArguments* a) { FOR_DTYPE(a->dtype, logprob::backward) }
+void swarm_logprob_backward(const LogprobArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    FOR_DTYPE(a->dtype, logprob::backward)
+}
+
+void swarm_draw(const DrawArguments* a) {
+#pragma omp parallel num_threads(team(a->threads, static_cast<int64_t>(a->rows) * a->columns))
+    FOR_DTYPE(a->dtype, draw::draw)
+}
 
 // Reads memory once and returns the sum of its words: the floor that other kernels are measured against.
 uint64_t swarm_read(const uint64_t* words, int64_t count, int32_t threads) {
@@ -59,7 +94,7 @@ uint64_t swarm_read(const uint64_t* words, int64_t count, int32_t threads) {
 // Sizes of the argument structures, so that the caller can tell that both sides agree on them.
 int32_t swarm_argument_bytes(int32_t which) {
     const size_t sizes[] = {sizeof(AppendArguments), sizeof(SelectArguments), sizeof(AttendArguments), sizeof(DecodeArguments), sizeof(LogprobArguments),
-                            sizeof(NormArguments), sizeof(GateArguments), sizeof(LinearArguments)};
+                            sizeof(NormArguments), sizeof(GateArguments), sizeof(LinearArguments), sizeof(LayerArguments), sizeof(StackArguments), sizeof(DrawArguments)};
     return static_cast<int32_t>(sizes[which]);
 }
 

@@ -1,16 +1,23 @@
-// y = x W^T + bias for a few rows of bf16, by the matrix unit (AMX), over the weights as they lie: they are read once, from memory, and a
+// y = x W^T + bias in bf16 by the matrix unit (AMX), over the weights as they lie: few rows cost what reading the weights once costs, and a
 // decode step is little else. Transposed, Y^T = W X^T, the weight is the unit's first operand and only the rows x are packed for it.
 #pragma once
 
+#include <algorithm>
+
 #include "matrix.h"
 
+struct Product {  // mirrored by native/arguments.py
+    const void* weight;  // (outputs, inputs), contiguous
+    const void* bias;    // (outputs); null: none
+    void* out;           // (rows, outputs), contiguous
+    int32_t outputs;
+};
+
 struct LinearArguments {  // mirrored by native/arguments.py
-    const void* input;    // (rows, inputs), contiguous
-    const void* weight;   // (outputs, inputs), contiguous
-    const void* bias;     // (outputs); null: none
-    void* out;            // (rows, outputs), contiguous
-    void* packed;         // room for rows, rounded up to 16, times inputs
-    int32_t rows, inputs, outputs, threads;
+    Product product;
+    const void* input;  // (rows, inputs), contiguous
+    void* packed;       // room for rows, rounded up to 16, times inputs
+    int32_t rows, inputs, threads;
 };
 
 namespace linear {
@@ -19,88 +26,120 @@ namespace linear {
 constexpr int TILE = 16;   // rows of a tile
 constexpr int DEPTH = 32;  // bf16 numbers in a row of a tile
 constexpr int BLOCK = 32;  // outputs that are computed at once: two tiles of weights
+constexpr int64_t CACHED = 1 << 20;  // bytes of x that stay in a core's cache while all weights pass by
 
 // Tile registers: 0 to 3 the totals (first and second sixteen rows of x by first and second sixteen outputs), 4 and 5 weights, 6 and 7 x.
 
-// Sixteen rows of x with pairs of inputs interleaved: for each DEPTH inputs (pair, row, 2).
-inline void pack(const LinearArguments& a, int first, int columns, bfloat* to) {
-    const bfloat* x = static_cast<const bfloat*>(a.input) + static_cast<int64_t>(first) * a.inputs;
-    const int rows = a.rows - first < columns ? a.rows - first : columns;
-    for (int depth = 0; depth < a.inputs; depth += 2)
-        for (int row = 0; row < columns; ++row, to += 2) {
-            if (row < rows)
-                std::memcpy(to, x + static_cast<int64_t>(row) * a.inputs + depth, 2 * sizeof(bfloat));
-            else
-                std::memset(to, 0, 2 * sizeof(bfloat));
+// Rows of x, packed: groups of sixteen rows (of fewer, where there are no sixteen) with pairs of inputs interleaved, (pair, row, 2) each.
+struct Packed {
+    bfloat* data;
+    int rows, inputs;
+    int columns() const { return std::min(rows, TILE); }
+    int groups() const { return (rows + TILE - 1) / TILE; }
+    bfloat* group(int g) const { return data + static_cast<int64_t>(g) * columns() * inputs; }
+};
+
+// Called by every thread of a team, as all functions here that have an `omp for`.
+inline void pack(const void* input, const Packed& x) {
+    const int deep = x.inputs / DEPTH;
+    const __mmask16 columns = static_cast<__mmask16>((1u << x.columns()) - 1);
+#pragma omp for schedule(static)
+    for (int piece = 0; piece < x.groups() * deep; ++piece) {
+        const int group = piece / deep, depth = piece % deep * DEPTH;
+        __m512i words[TILE];
+        for (int row = 0; row < TILE; ++row) {
+            const int64_t from = std::min(group * TILE + row, x.rows - 1);  // what stands in the rows past the last is never written out
+            words[row] = _mm512_loadu_si512(static_cast<const bfloat*>(input) + from * x.inputs + depth);
         }
+        matrix::transpose(words);
+        bfloat* to = x.group(group) + static_cast<int64_t>(depth) * x.columns();
+        for (int pair = 0; pair < TILE; ++pair) _mm512_mask_storeu_epi32(to + pair * 2 * x.columns(), columns, words[pair]);
+    }
 }
 
 // totals (output, row of x) of one tile -> out, with the bias.
-inline void write(const LinearArguments& a, const float* totals, int output, int first, int columns) {
-    const int rows = a.rows - first < columns ? a.rows - first : columns;
-    const bfloat* bias = a.bias ? static_cast<const bfloat*>(a.bias) + output : nullptr;
+inline void write(const Product& product, const float* totals, int output, const Packed& x, int group) {
+    const int columns = x.columns(), rows = std::min(columns, x.rows - group * TILE);
+    const __mmask16 mask = static_cast<__mmask16>((1u << columns) - 1);
+    __m512i words[TILE];
+    for (int i = 0; i < TILE; ++i) words[i] = _mm512_maskz_loadu_epi32(mask, totals + i * columns);
+    matrix::transpose(words);
+    const Vec bias = product.bias ? widen(static_cast<const bfloat*>(product.bias) + output) : Vec{};
+    bfloat* out = static_cast<bfloat*>(product.out) + static_cast<int64_t>(group) * TILE * product.outputs + output;
     for (int row = 0; row < rows; ++row) {
-        bfloat* out = static_cast<bfloat*>(a.out) + static_cast<int64_t>(first + row) * a.outputs + output;
-        for (int i = 0; i < TILE; ++i) out[i] = from_float<bfloat>(totals[i * columns + row] + (bias ? to_float(bias[i]) : 0.0f));
+        const __m256bh narrowed = _mm512_cvtneps_pbh((__m512)((Vec)words[row] + bias));
+        std::memcpy(out + static_cast<int64_t>(row) * product.outputs, &narrowed, sizeof(narrowed));
     }
 }
 
-inline void multiply(const LinearArguments& a) {
-    const int columns = a.rows < TILE ? a.rows : TILE, groups = (a.rows + TILE - 1) / TILE;
-    bfloat* packed = static_cast<bfloat*>(a.packed);
-    const int64_t group_size = static_cast<int64_t>(columns) * a.inputs;
-    for (int group = 0; group < groups; ++group) pack(a, group * TILE, columns, packed + group * group_size);
-    const int64_t row_bytes = 2 * static_cast<int64_t>(a.inputs);
-#pragma omp parallel num_threads(a.threads)
-    {
-        matrix::configure<4, 5>(columns);
-        alignas(64) float totals[4][TILE * TILE];
-#pragma omp for schedule(static)
-        for (int output = 0; output < a.outputs; output += BLOCK) {
-            const bfloat* weight = static_cast<const bfloat*>(a.weight) + static_cast<int64_t>(output) * a.inputs;
-            const char* ahead = reinterpret_cast<const char*>(weight) + BLOCK * row_bytes;
-            for (int group = 0; group < groups; group += 2) {
-                const bool pair = group + 1 < groups;
-                const bfloat *x = packed + group * group_size, *y = x + group_size;
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-                asm volatile("" ::: "memory");  // the intrinsics do not tell the compiler that they read memory
-                for (int depth = 0; depth < a.inputs; depth += DEPTH) {
-                    if (group == 0)  // the next block comes from memory while this one is computed
-                        for (int line = 0; line < BLOCK; ++line) _mm_prefetch(ahead + depth * 2 * BLOCK + line * 64, _MM_HINT_T1);
-                    _tile_loadd(4, weight + depth, row_bytes);
-                    _tile_loadd(5, weight + TILE * static_cast<int64_t>(a.inputs) + depth, row_bytes);
-                    _tile_loadd(6, x + static_cast<int64_t>(depth) * columns, 4 * columns);
-                    _tile_dpbf16ps(0, 4, 6);
-                    _tile_dpbf16ps(1, 5, 6);
-                    if (pair) {
-                        _tile_loadd(7, y + static_cast<int64_t>(depth) * columns, 4 * columns);
-                        _tile_dpbf16ps(2, 4, 7);
-                        _tile_dpbf16ps(3, 5, 7);
-                    }
-                }
-                _tile_stored(0, totals[0], 4 * columns);
-                _tile_stored(1, totals[1], 4 * columns);
-                _tile_stored(2, totals[2], 4 * columns);
-                _tile_stored(3, totals[3], 4 * columns);
-                asm volatile("" ::: "memory");
-                write(a, totals[0], output, group * TILE, columns);
-                write(a, totals[1], output + TILE, group * TILE, columns);
-                if (pair) {
-                    write(a, totals[2], output, (group + 1) * TILE, columns);
-                    write(a, totals[3], output + TILE, (group + 1) * TILE, columns);
-                }
+// BLOCK outputs of the groups [first, last).
+inline void multiply_block(const Product& product, int output, const Packed& x, int first, int last) {
+    const bfloat* weight = static_cast<const bfloat*>(product.weight) + static_cast<int64_t>(output) * x.inputs;
+    const int64_t row_bytes = 2 * static_cast<int64_t>(x.inputs), columns = x.columns();
+    alignas(64) float totals[4][TILE * TILE];
+    for (int group = first; group < last; group += 2) {
+        const bool pair = group + 1 < last;
+        const bfloat *x0 = x.group(group), *x1 = x.group(group + 1);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        asm volatile("" ::: "memory");  // the intrinsics do not tell the compiler that they read memory
+        for (int64_t depth = 0; depth < x.inputs; depth += DEPTH) {
+            _tile_loadd(4, weight + depth, row_bytes);
+            _tile_loadd(5, weight + TILE * static_cast<int64_t>(x.inputs) + depth, row_bytes);
+            _tile_loadd(6, x0 + depth * columns, 4 * columns);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (pair) {
+                _tile_loadd(7, x1 + depth * columns, 4 * columns);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
             }
         }
-        matrix::release();
+        _tile_stored(0, totals[0], 4 * columns);
+        _tile_stored(1, totals[1], 4 * columns);
+        _tile_stored(2, totals[2], 4 * columns);
+        _tile_stored(3, totals[3], 4 * columns);
+        asm volatile("" ::: "memory");
+        write(product, totals[0], output, x, group);
+        write(product, totals[1], output + TILE, x, group);
+        if (pair) {
+            write(product, totals[2], output, x, group + 1);
+            write(product, totals[3], output + TILE, x, group + 1);
+        }
     }
+}
+
+// Several products of the same x, their outputs shared out among the team as if they were one.
+template <int COUNT>
+void multiply(const Packed& x, const Product (&products)[COUNT]) {
+    int total = 0;
+    for (const Product& product : products) total += product.outputs;
+    const int groups = x.groups();
+    const int step = static_cast<int>(std::max<int64_t>(2, CACHED / (2 * TILE * x.inputs) / 2 * 2));
+    matrix::configure<4, 5>(x.columns());
+    for (int first = 0; first < groups; first += step) {
+#pragma omp for schedule(static) nowait
+        for (int output = 0; output < total; output += BLOCK) {
+            int which = 0, within = output;
+            while (within >= products[which].outputs) within -= products[which++].outputs;
+            multiply_block(products[which], within, x, first, std::min(first + step, groups));
+        }
+    }
+    matrix::release();
+#pragma omp barrier
+}
+
+inline void run(const LinearArguments& a) {
+    const Packed x = {static_cast<bfloat*>(a.packed), a.rows, a.inputs};
+    pack(a.input, x);
+    multiply(x, {a.product});
 }
 
 inline bool available() { return matrix::available(); }
 #else
-inline void multiply(const LinearArguments&) {}
+inline void run(const LinearArguments&) {}
 inline bool available() { return false; }
 #endif
 

@@ -81,13 +81,13 @@ void backward_row(const LogprobArguments& a, int row) {
 
 template <typename T>
 void forward(const LogprobArguments& a) {
-#pragma omp parallel for num_threads(a.threads)
+#pragma omp for schedule(static)
     for (int row = 0; row < a.rows; ++row) forward_row<T>(a, row);
 }
 
 template <typename T>
 void backward(const LogprobArguments& a) {
-#pragma omp parallel for num_threads(a.threads)
+#pragma omp for schedule(static)
     for (int row = 0; row < a.rows; ++row) backward_row<T>(a, row);
 }
 

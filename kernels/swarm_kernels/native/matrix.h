@@ -36,6 +36,35 @@ void configure(int width) {
     _tile_loadconfig(&shape);
 }
 
+// One round of a transposition: where bit WIDTH tells a lane's number from its row's, the two rows trade places.
+template <int WIDTH>
+INLINE void trade(__m512i& upper, __m512i& lower) {
+    constexpr __mmask16 bit = WIDTH == 1 ? 0xaaaa : WIDTH == 2 ? 0xcccc : WIDTH == 4 ? 0xf0f0 : 0xff00;
+    constexpr __mmask16 rest = static_cast<__mmask16>(~bit);
+    const __m512i a = upper, b = lower;
+    if constexpr (WIDTH <= 2) {
+        constexpr auto swap = static_cast<_MM_PERM_ENUM>(WIDTH == 1 ? 0xb1 : 0x4e);
+        upper = _mm512_mask_shuffle_epi32(a, bit, b, swap);
+        lower = _mm512_mask_shuffle_epi32(b, rest, a, swap);
+    } else {
+        constexpr int swap = WIDTH == 4 ? 0xb1 : 0x4e;
+        upper = _mm512_mask_shuffle_i32x4(a, bit, b, b, swap);
+        lower = _mm512_mask_shuffle_i32x4(b, rest, a, a, swap);
+    }
+}
+
+// Sixteen rows of sixteen words.
+INLINE void transpose(__m512i (&rows)[LANES]) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & 1)) trade<1>(rows[i], rows[i + 1]);
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & 2)) trade<2>(rows[i], rows[i + 2]);
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & 4)) trade<4>(rows[i], rows[i + 4]);
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & 8)) trade<8>(rows[i], rows[i + 8]);
+}
+
 // Leaves the registers empty: full ones cost time whenever the thread is switched.
 INLINE void release() { _tile_release(); }
 

@@ -101,12 +101,9 @@ void select(const SelectArguments& a, int sequence, int head, std::vector<uint32
 
 template <typename T, int D>
 void select(const SelectArguments& a) {
-#pragma omp parallel num_threads(a.threads)
-    {
-        std::vector<uint32_t> scores;
+    std::vector<uint32_t> scores;
 #pragma omp for schedule(dynamic, 1)
-        for (int pair = 0; pair < a.batch * a.kv_heads; ++pair) select<T, D>(a, pair % a.batch, pair / a.batch, scores);
-    }
+    for (int pair = 0; pair < a.batch * a.kv_heads; ++pair) select<T, D>(a, pair % a.batch, pair / a.batch, scores);
 }
 
 template <typename T>

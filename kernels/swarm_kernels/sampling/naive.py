@@ -1,4 +1,4 @@
-"""Draw tokens from softmax(logits / temperature) over the whole vocabulary, and say with which log-probability."""
+"""Draw tokens from softmax(logits / temperature) over the whole vocabulary, and say with which log-probability, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256
+NOT_FINITE = "the model's logits are not finite: its weights have diverged. Resume from an earlier checkpoint with a lower learning rate."
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -35,9 +36,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
     outer = blocks.sum(-1).double().cumsum(-1)
     total = outer[:, -1:]
     if not bool(torch.isfinite(total).all()):
-        raise FloatingPointError(
-            "the model's logits are not finite: its weights have diverged. Resume from an earlier checkpoint with a lower learning rate."
-        )
+        raise FloatingPointError(NOT_FINITE)
     target = uniforms[:, None] * total
     block = _first_above(outer, target)
     below = torch.where(block > 0, outer.gather(1, (block - 1).clamp(min=0)), 0.0)

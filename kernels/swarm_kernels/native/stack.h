@@ -1,0 +1,107 @@
+// All layers of a model over one decode step, in one call: some twenty kernels a layer without a return to the interpreter in between.
+#pragma once
+
+#include "append.h"
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "selection.h"
+
+struct DecodeArguments {  // mirrored by native/arguments.py
+    AppendArguments append;
+    SelectArguments select;
+    AttendArguments attend;
+    int32_t sparse;
+};
+
+struct NormWeight {  // mirrored by native/arguments.py
+    const void* weight;  // null: there is no such norm
+    float epsilon;
+};
+
+struct LayerArguments {  // mirrored by native/arguments.py
+    NormWeight input_norm, query_norm, key_norm, middle_norm;
+    Product query, key, value, output, gate, up, down;  // they write into the buffers below, which all layers share
+    void* cache_keys;
+    void* cache_values;
+    void* centroids;
+    float scale;
+    int32_t window, rotary, sparse;
+};
+
+struct StackArguments {  // mirrored by native/arguments.py
+    DecodeArguments step;  // what layers share; a layer fills in the rest
+    const LayerArguments* layers;
+    NormWeight final_norm;
+    void* hidden;  // in: embeddings, (rows, width); then the residual stream
+    void* normed;  // (rows, width); out: after the final norm
+    void* delta;   // (rows, width): what the next norm adds to the residual stream
+    void* query;   // (rows, query heads, head size)
+    void* keys;    // (rows, KV heads, head size)
+    void* values;
+    void* attended;
+    void* gates;   // (rows, inner width)
+    void* ups;
+    void* packed;  // room for rows, rounded up to 16, times the widest input of a product
+    int32_t rows, width, inner, count, threads;
+};
+
+namespace stack {
+
+#if defined(MATRIX_UNIT)
+inline void norm(const NormWeight& norm, void* hidden, const void* delta, void* out, int rows, int columns) {
+    elementwise::norm<bfloat>({hidden, delta, norm.weight, hidden, out, BFLOAT16, rows, columns, 0, norm.epsilon});
+}
+
+inline linear::Packed pack(const StackArguments& s, const void* input, int inputs) {
+    const linear::Packed x = {static_cast<bfloat*>(s.packed), s.rows, inputs};
+    linear::pack(input, x);
+    return x;
+}
+
+inline void attend(const StackArguments& s, const LayerArguments& layer) {
+    AppendArguments append = s.step.append;
+    SelectArguments select = s.step.select;
+    AttendArguments attend = s.step.attend;
+    append.cache_keys = layer.cache_keys;
+    append.cache_values = layer.cache_values;
+    append.centroids = layer.centroids;
+    if (!layer.rotary) append.cosines = append.sines = nullptr;
+    append::append<bfloat>(append);
+    if (layer.sparse) {
+        select.centroids = layer.centroids;
+        selection::select<bfloat>(select);
+    } else {
+        attend.pages = nullptr;
+    }
+    attend.keys = layer.cache_keys;
+    attend.values = layer.cache_values;
+    attend.scale = layer.scale;
+    attend.window = layer.window;
+    attention::attend<bfloat>(attend);
+}
+
+inline void run(const StackArguments& s) {
+    const int heads = s.step.append.query_heads, kv_heads = s.step.append.kv_heads, size = s.step.append.head_size;
+    for (int i = 0; i < s.count; ++i) {
+        const LayerArguments& layer = s.layers[i];
+        norm(layer.input_norm, s.hidden, i ? s.delta : nullptr, s.normed, s.rows, s.width);
+        linear::multiply(pack(s, s.normed, s.width), {layer.query, layer.key, layer.value});
+        if (layer.query_norm.weight) {
+            norm(layer.query_norm, s.query, nullptr, s.query, s.rows * heads, size);
+            norm(layer.key_norm, s.keys, nullptr, s.keys, s.rows * kv_heads, size);
+        }
+        attend(s, layer);
+        linear::multiply(pack(s, s.attended, heads * size), {layer.output});
+        norm(layer.middle_norm, s.hidden, s.delta, s.normed, s.rows, s.width);
+        linear::multiply(pack(s, s.normed, s.width), {layer.gate, layer.up});
+        elementwise::gate<bfloat>({s.gates, s.ups, s.gates, static_cast<int64_t>(s.rows) * s.inner, BFLOAT16, 0});
+        linear::multiply(pack(s, s.gates, s.inner), {layer.down});
+    }
+    norm(s.final_norm, s.hidden, s.delta, s.normed, s.rows, s.width);
+}
+#else
+inline void run(const StackArguments&) {}
+#endif
+
+}  // namespace stack

@@ -1,0 +1,111 @@
+"""All layers of a decode step in one call into the compiled library, over the policy's weights as they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight
+from swarm_kernels.layout import LayerCache
+from swarm_kernels.native import arguments as c
+from swarm_kernels.native.fill import fill_decode, pointer
+
+WIDTH = 32
+"""The kernels take inputs and outputs by so many."""
+
+
+class NativeStack:
+    """See `swarm_kernels.interface.Stack`."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
+        """The weights must fit, see `fits`; they are referred to, and must stay where they are."""
+        self._library = library
+        self._weights = layers, norm  # keeps them alive
+        self._layers = (c.LayerArguments * len(layers))(*(_layer(layer) for layer in layers))
+        first = layers[0]
+        self._width, self._inner = first.output.weight.shape[0], first.gate.weight.shape[0]
+        self._query_width, self._kv_width = first.query.weight.shape[0], first.key.weight.shape[0]
+        self._arguments = c.StackArguments(layers=self._layers, final_norm=_norm(norm), width=self._width, inner=self._inner)
+        self._arguments.count = len(layers)
+        self._caches: Sequence[LayerCache] = ()
+        self._buffers: tuple[Tensor, ...] = ()
+        self._query, self._keys, self._values = (torch.empty(0),) * 3
+
+    def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        rows, a = len(hidden), self._arguments
+        if hidden.shape != (rows, self._width) or hidden.dtype != torch.bfloat16 or not hidden.is_contiguous():
+            raise ValueError(f"hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}; expected (B, {self._width}) bfloat16")
+        if caches is not self._caches:
+            self._point_at(caches)
+        if rows != a.rows:
+            self._allocate(rows, caches[0].keys.shape[3])
+        scratch = fill_decode(a.step, step, caches[0], self._query, self._keys, self._values)
+        out = torch.empty_like(hidden)
+        a.step.attend.out = a.attended
+        a.step.sparse = step.budgets is not None
+        a.hidden, a.normed, a.threads = hidden.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        self._library.swarm_stack(ctypes.byref(a))
+        del scratch  # lived until here
+        return out
+
+    def _point_at(self, caches: Sequence[LayerCache]) -> None:
+        if len(caches) != len(self._layers) or caches[0].keys.shape[1] * caches[0].keys.shape[3] != self._kv_width:
+            raise ValueError(f"{len(caches)} layers of a cache of another shape than the {len(self._layers)} layers of the model")
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.cache_keys, layer.cache_values, layer.centroids = (
+                part.data_ptr() for part in (cache.keys, cache.values, cache.centroids)
+            )
+        self._caches = caches
+
+    def _allocate(self, rows: int, head_size: int) -> None:
+        """What the layers write, for so many rows."""
+        widths = (self._width, self._query_width, self._kv_width, self._kv_width, self._query_width, self._inner, self._inner)
+        padded = min(rows, 16) * -(-rows // 16)
+        packed = torch.empty(padded * max(self._width, self._query_width, self._inner), dtype=torch.bfloat16)
+        parts = [torch.empty(rows, width, dtype=torch.bfloat16) for width in widths]
+        self._buffers = (*parts, packed)
+        delta, query, keys, values, attended, gates, ups = (part.data_ptr() for part in parts)
+        a = self._arguments
+        a.delta, a.query, a.keys, a.values, a.attended = delta, query, keys, values, attended
+        a.gates, a.ups, a.packed, a.rows = gates, ups, packed.data_ptr(), rows
+        for layer in self._layers:
+            layer.query.out, layer.key.out, layer.value.out = query, keys, values
+            layer.output.out, layer.gate.out, layer.up.out, layer.down.out = delta, gates, ups, delta
+        self._query, self._keys, self._values = (part.view(rows, -1, head_size) for part in parts[1:4])
+
+
+def fits(layers: Sequence[LayerWeights], norm: NormWeight) -> bool:
+    """Whether the kernels take these weights: contiguous bf16 on the CPU, in shapes that are multiples of WIDTH and alike in all layers."""
+    tensors = [norm.weight, *(tensor for layer in layers for tensor in _tensors(layer))]
+    usual = all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    whole = all(size % WIDTH == 0 for tensor in tensors for size in tensor.shape)
+    return usual and whole and len({tuple(linear.weight.shape for linear in _linears(layer)) for layer in layers}) == 1
+
+
+def _linears(layer: LayerWeights) -> tuple[LinearWeight, ...]:
+    return layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down
+
+
+def _tensors(layer: LayerWeights) -> Iterator[Tensor]:
+    for norm in (layer.input_norm, layer.query_norm, layer.key_norm, layer.middle_norm):
+        if norm is not None:
+            yield norm.weight
+    for linear in _linears(layer):
+        yield linear.weight
+        if linear.bias is not None:
+            yield linear.bias
+
+
+def _norm(norm: NormWeight | None) -> c.NormWeight:
+    return c.NormWeight() if norm is None else c.NormWeight(norm.weight.data_ptr(), norm.epsilon)
+
+
+def _layer(layer: LayerWeights) -> c.LayerArguments:
+    norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.middle_norm)
+    products = (c.Product(linear.weight.data_ptr(), pointer(linear.bias), None, linear.weight.shape[0]) for linear in _linears(layer))
+    a = c.LayerArguments(*map(_norm, norms), *products)
+    a.scale, a.window, a.rotary, a.sparse = layer.scale, layer.window, layer.rotary, layer.selects
+    return a
