@@ -64,6 +64,18 @@ def test_one_call_computes_what_the_single_kernels_compute(case: str, schedule: 
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
+def test_dense_and_sparse_calls_may_alternate() -> None:
+    engine = SparseEngine(bfloat_policy("llama"), RolloutOptions(), Schedule((2,), 0.86, "test"))
+    requests = [GroupRequest(np.arange(4, 54, dtype=np.int32).repeat(3), 3, 0)]
+    arguments: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_new_tokens": 40}
+    sparse, dense, again = (engine.generate(requests, **arguments, dense=dense) for dense in (False, True, False))
+    assert dense.report.sparse_share == 0 < sparse.report.sparse_share
+    for before, between, after in zip(*(rollout.groups[0] for rollout in (sparse, dense, again)), strict=True):
+        assert before.logprobs.tolist() == after.logprobs.tolist() != between.logprobs.tolist()
+    fresh = SparseEngine(engine._policy, RolloutOptions()).generate(requests, **arguments)
+    assert [c.logprobs.tolist() for c in fresh.groups[0]] == [c.logprobs.tolist() for c in dense.groups[0]]
+
+
 def test_weights_that_are_written_to_are_seen() -> None:
     policy = bfloat_policy("llama")
     engine = SparseEngine(policy, RolloutOptions())

@@ -29,6 +29,7 @@ def fill_decode(a: DecodeArguments, step: DecodeStep, cache: LayerCache, query: 
     fill_attend(a.attend, query, cache, step.table, step.lengths, None, query, lse, partial, splits)
     a.attend.scale = step.scale
     if step.budgets is None:
+        a.attend.pages = None
         return partial, lse
     check_select(query, cache, step.table, step.lengths, step.budgets, step.list_width)
     pages = torch.empty(batch, kv_heads, step.list_width, dtype=torch.int32)

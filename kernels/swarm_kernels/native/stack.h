@@ -68,7 +68,7 @@ inline void attend(const StackArguments& s, const LayerArguments& layer) {
     append.centroids = layer.centroids;
     if (!layer.rotary) append.cosines = append.sines = nullptr;
     append::append<bfloat>(append);
-    if (layer.sparse) {
+    if (s.step.sparse && layer.sparse) {
         select.centroids = layer.centroids;
         selection::select<bfloat>(select);
     } else {
