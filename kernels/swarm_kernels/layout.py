@@ -69,16 +69,14 @@ class LayerCache:
 
 
 def allocate(layout: PageLayout) -> list[LayerCache]:
-    """One `LayerCache` a layer, uninitialised: kernels never read a slot that no token was written to."""
-    caches = []
-    for _ in range(layout.layers):
-        shape = (layout.kv_heads, layout.pages, 2, layout.page_size, layout.head_size)
-        pages = torch.empty(shape, dtype=layout.dtype, device=layout.device).transpose(0, 1)
-        centroids = torch.empty(layout.kv_heads, layout.pages, layout.head_size, dtype=layout.dtype, device=layout.device).transpose(0, 1)
-        for part in (pages, centroids):
-            use_huge_pages(part)
-        caches.append(LayerCache(pages[:, :, 0], pages[:, :, 1], centroids))
-    return caches
+    """One `LayerCache` a layer, uninitialised: kernels never read a slot that no token was written to. All layers are one piece of memory,
+    because large pages do not begin or end inside a small one."""
+    shape = (layout.layers, layout.kv_heads, layout.pages)
+    pages = torch.empty(*shape, 2, layout.page_size, layout.head_size, dtype=layout.dtype, device=layout.device).transpose(1, 2)
+    centroids = torch.empty(*shape, layout.head_size, dtype=layout.dtype, device=layout.device).transpose(1, 2)
+    for part in (pages, centroids):
+        use_huge_pages(part)
+    return [LayerCache(layer[:, :, 0], layer[:, :, 1], means) for layer, means in zip(pages, centroids, strict=True)]
 
 
 def use_huge_pages(tensor: Tensor) -> None:

@@ -28,7 +28,7 @@ namespace attention {
 constexpr int MAX_GROUP = 16;
 constexpr int MAX_HEAD = 128;
 constexpr int BLOCK = 4;             // tiles of sixteen tokens whose softmax is done together
-constexpr int MIN_SPLIT_PAGES = 4;   // a split smaller than this costs more to merge than to read
+constexpr int MIN_SPLIT_PAGES = 16;  // a split smaller than this costs more to merge than to read
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 template <typename T>
