@@ -161,3 +161,17 @@ def test_what_does_not_fit_the_stack_is_refused_before_anything_is_read() -> Non
         stack.decode(step, allocate(PageLayout(2, 4, KV_HEADS, SIZE)), random(1, WIDTH))
     with pytest.raises(ValueError, match="layers of a cache"):
         stack.decode(step, allocate(PageLayout(1, 4, KV_HEADS, 64)), random(1, WIDTH))
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule((2,), 0.86, "test")], ids=["dense", "sparse"])
+def test_the_number_of_threads_changes_nothing(schedule: Schedule | None) -> None:
+    policy, found = bfloat_policy("qwen3"), []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            rollout = generate(SparseEngine(policy, RolloutOptions(), schedule))
+            found.append([c.logprobs.tolist() for group in rollout.groups for c in group])
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]

@@ -41,8 +41,9 @@ struct Tile {  // sixteen neighbouring tokens of one page; those in [low, high) 
 template <typename T>
 struct Block {
     const Tile<T>* tiles;
-    int count;  // at most BLOCK
-    int ahead;  // how many tiles of the next block exist; the next block follows in memory
+    int count;            // at most BLOCK
+    const Tile<T>* next;  // the block after this one, perhaps of another task
+    int ahead;            // its size
 };
 
 template <typename T>
@@ -55,6 +56,12 @@ struct Rows {  // what one (sequence, KV head) carries through its tiles
     float top[MAX_GROUP], mass[MAX_GROUP];    // running maximum (log2) and sum of 2^(score - maximum)
     float weights[MAX_GROUP][BLOCK * LANES];  // scores, then probabilities, of the current block
     float fade[MAX_GROUP];
+};
+
+template <typename T>
+struct Task {  // one split of one (sequence, KV head)
+    int number;
+    std::vector<Tile<T>> tiles;
 };
 
 // Asks for one token's row of a tile that comes next. Called between the arithmetic of the tile at hand, a row at a time: pages
@@ -106,7 +113,7 @@ INLINE void add_values(Rows<T>& rows, int r, int column, Block<T> block) {
         const bool ask = t < block.ahead && r == 0 && column == 0;
         const float* weights = &rows.weights[r][t * LANES];
         for (int token = tiles[t].low; token < tiles[t].high; ++token) {  // masked tokens are never read: they may hold NaN
-            if (ask) prefetch_row<T, D>(tiles[t + BLOCK].values + token * D);
+            if (ask) prefetch_row<T, D>(block.next[t].values + token * D);
             Vec values[COLUMNS][2];
             for (int c = 0; c < COLUMNS; ++c) load_pair(tiles[t].values + token * D + column + 32 * c, values[c][0], values[c][1]);
             for (int g = 0; g < GROUP; ++g)
@@ -141,7 +148,7 @@ INLINE void score_block(Rows<T>& rows, Block<T> block) {
     for (int t = 0; t < block.count; ++t)
         for (int g = 0; g < rows.group; ++g) {
             const T* keys = block.tiles[t].keys;
-            const Vec dots = g == 0 && t < block.ahead ? tile_scores<T, D, true>(keys, rows.query[g], rows.raw[g], block.tiles[t + BLOCK].keys)
+            const Vec dots = g == 0 && t < block.ahead ? tile_scores<T, D, true>(keys, rows.query[g], rows.raw[g], block.next[t].keys)
                                                        : tile_scores<T, D, false>(keys, rows.query[g], rows.raw[g], nullptr);
             put_scores(rows, block.tiles[t], t, g, dots);
         }
@@ -153,7 +160,7 @@ INLINE void score_block_by_matrix(Rows<bfloat>& rows, Block<bfloat> block) {
     alignas(64) float dots[BLOCK][LANES * MAX_GROUP];
     for (int t = 0; t < block.count; ++t) {
         if (t < block.ahead)
-            for (int token = 0; token < LANES; ++token) prefetch_row<bfloat, D>(block.tiles[t + BLOCK].keys + token * D);
+            for (int token = 0; token < LANES; ++token) prefetch_row<bfloat, D>(block.next[t].keys + token * D);
         matrix::dot<D>(block.tiles[t].keys, dots[t], rows.group);
     }
     for (int t = 0; t < block.count; ++t)
@@ -165,6 +172,11 @@ template <typename T, int D>
 void attend_block(Rows<T>& rows, Block<T> block) {
     const Tile<T>* tiles = block.tiles;
     const int count = block.count;
+    for (int t = count; t < block.ahead; ++t)  // those that have no tile of this block to be asked for beside
+        for (int token = 0; token < LANES; ++token) {
+            prefetch_row<T, D>(block.next[t].keys + token * D);
+            prefetch_row<T, D>(block.next[t].values + token * D);
+        }
 #if defined(MATRIX_UNIT)
     if constexpr (std::is_same_v<T, bfloat>) {
         if (matrix::available())
@@ -223,13 +235,32 @@ void write_row(const AttendArguments& a, int sequence, int query_head, const flo
     a.lse[static_cast<int64_t>(sequence) * a.kv_heads * a.group + query_head] = mass > 0 ? (top + std::log2(mass)) * LN2 : -INFINITY;
 }
 
+// Sequences innermost: those that share a prompt read its pages one after the other, from the cache of the core.
+INLINE void place(const AttendArguments& a, int task, int& sequence, int& head, int& split) {
+    sequence = task % a.batch;
+    head = task / a.batch / a.splits;
+    split = task / a.batch % a.splits;
+}
+
+// The next task that nobody has taken, with its tiles.
 template <typename T, int D>
-void attend_split(const AttendArguments& a, int sequence, int head, int split, Rows<T>& rows, std::vector<Tile<T>>& list) {
+void take(const AttendArguments& a, int& taken, Task<T>& task) {
+#pragma omp atomic capture
+    task.number = taken++;
+    task.tiles.clear();
+    if (task.number >= a.batch * a.kv_heads * a.splits) return;
+    int sequence, head, split;
+    place(a, task.number, sequence, head, split);
     const int entries = a.pages ? a.list_width : (a.lengths[sequence] + a.page_size - 1) / a.page_size;
-    int share = (entries + a.splits - 1) / a.splits;
-    share = std::max(share, MIN_SPLIT_PAGES);
-    const int begin = split * share, end = std::min(begin + share, entries);
-    list_tiles<T, D>(a, sequence, head, begin, end, list);
+    const int share = std::max((entries + a.splits - 1) / a.splits, MIN_SPLIT_PAGES);
+    list_tiles<T, D>(a, sequence, head, split * share, std::min((split + 1) * share, entries), task.tiles);
+}
+
+// `next` are the tiles of the task that follows: pages lie anywhere, and a short task's own would come too late.
+template <typename T, int D>
+void attend_split(const AttendArguments& a, const Task<T>& task, const std::vector<Tile<T>>& next, Rows<T>& rows) {
+    int sequence, head, split;
+    place(a, task.number, sequence, head, split);
     rows.group = a.group;
     rows.scale = a.scale * LOG2E;
     for (int g = 0; g < a.group; ++g) {
@@ -247,10 +278,11 @@ void attend_split(const AttendArguments& a, int sequence, int head, int split, R
     if constexpr (std::is_same_v<T, bfloat>)
         if (matrix::available()) matrix::load_query<D>(rows.raw, a.group);
 #endif
-    const int count = static_cast<int>(list.size());
+    const int count = static_cast<int>(task.tiles.size());
     for (int t = 0; t < count; t += BLOCK) {
-        const int here = std::min(BLOCK, count - t), ahead = std::min(BLOCK, count - t - here);
-        attend_block<T, D>(rows, {list.data() + t, here, ahead});
+        const bool last = t + BLOCK >= count;
+        const int here = last ? count - t : BLOCK, left = last ? static_cast<int>(next.size()) : count - t - here;
+        attend_block<T, D>(rows, {task.tiles.data() + t, here, last ? next.data() : task.tiles.data() + t + BLOCK, std::min(BLOCK, left)});
     }
     for (int g = 0; g < a.group; ++g) {
         if (a.splits == 1) {
@@ -283,18 +315,21 @@ void merge_splits(const AttendArguments& a, int sequence, int head) {
 }
 
 template <typename T, int D>
-void attend(const AttendArguments& a) {
+void attend(const AttendArguments& a, int& taken) {
     const int pairs = a.batch * a.kv_heads, tasks = pairs * a.splits;
     Rows<T> rows;
-    std::vector<Tile<T>> list;
+    Task<T> task, next;
 #if defined(MATRIX_UNIT)
     if constexpr (std::is_same_v<T, bfloat>)
         if (matrix::available()) matrix::configure<1, 6>(matrix::columns(a.group));
 #endif
-    // Sequences innermost: those that share a prompt read its pages one after the other, from the cache of the core.
-#pragma omp for schedule(dynamic, 1)
-    for (int task = 0; task < tasks; ++task)
-        attend_split<T, D>(a, task % a.batch, task / a.batch / a.splits, task / a.batch % a.splits, rows, list);
+    take<T, D>(a, taken, task);
+    while (task.number < tasks) {
+        take<T, D>(a, taken, next);
+        attend_split<T, D>(a, task, next.tiles, rows);
+        std::swap(task, next);
+    }
+#pragma omp barrier
     if (a.splits > 1) {
 #pragma omp for schedule(static)
         for (int pair = 0; pair < pairs; ++pair) merge_splits<T, D>(a, pair / a.kv_heads, pair % a.kv_heads);
@@ -305,13 +340,14 @@ void attend(const AttendArguments& a) {
 #endif
 }
 
+// `taken` is the team's count of tasks that somebody works on: 0 at the start, and not used again.
 template <typename T>
-void attend(const AttendArguments& a) {
+void attend(const AttendArguments& a, int& taken) {
     switch (a.head_size) {
-        case 32: return attend<T, 32>(a);
-        case 64: return attend<T, 64>(a);
-        case 96: return attend<T, 96>(a);
-        case 128: return attend<T, 128>(a);
+        case 32: return attend<T, 32>(a, taken);
+        case 64: return attend<T, 64>(a, taken);
+        case 96: return attend<T, 96>(a, taken);
+        case 128: return attend<T, 128>(a, taken);
     }
 }
 

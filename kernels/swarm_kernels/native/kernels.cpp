@@ -9,11 +9,11 @@
 #include "selection.h"
 #include "stack.h"
 
-#define FOR_DTYPE(dtype, call)                          \
-    switch (dtype) {                                    \
-        case FLOAT32: call<float>(*a); break;           \
-        case FLOAT16: call<half>(*a); break;            \
-        case BFLOAT16: call<bfloat>(*a); break;         \
+#define FOR_DTYPE(dtype, call, ...)                                      \
+    switch (dtype) {                                                     \
+        case FLOAT32: call<float>(*a, ##__VA_ARGS__); break;             \
+        case FLOAT16: call<half>(*a, ##__VA_ARGS__); break;              \
+        case BFLOAT16: call<bfloat>(*a, ##__VA_ARGS__); break;           \
     }
 
 constexpr int64_t WORTH_THREADS = 1 << 16;  // elements: below, waking a thread costs more than it saves
@@ -33,8 +33,9 @@ void swarm_select(const SelectArguments* a) {
 }
 
 void swarm_attend(const AttendArguments* a) {
+    int taken = 0;
 #pragma omp parallel num_threads(a->threads)
-    FOR_DTYPE(a->dtype, attention::attend)
+    FOR_DTYPE(a->dtype, attention::attend, taken)
 }
 
 // One layer of one decode step in one call.
@@ -61,8 +62,9 @@ void swarm_linear(const LinearArguments* a) {
 
 // All layers of a decode step.
 void swarm_stack(const StackArguments* a) {
+    std::vector<int> taken(a->count);
 #pragma omp parallel num_threads(a->threads)
-    stack::run(*a);
+    stack::run(*a, taken.data());
 }
 
 // Whether `swarm_linear` and `swarm_stack` do anything: they need the matrix unit.

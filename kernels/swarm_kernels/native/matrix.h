@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(BF16_DOT) && defined(__linux__)
 #define MATRIX_UNIT 1
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -59,7 +59,7 @@ inline linear::Packed pack(const StackArguments& s, const void* input, int input
     return x;
 }
 
-inline void attend(const StackArguments& s, const LayerArguments& layer) {
+inline void attend(const StackArguments& s, const LayerArguments& layer, int& taken) {
     AppendArguments append = s.step.append;
     SelectArguments select = s.step.select;
     AttendArguments attend = s.step.attend;
@@ -78,10 +78,11 @@ inline void attend(const StackArguments& s, const LayerArguments& layer) {
     attend.values = layer.cache_values;
     attend.scale = layer.scale;
     attend.window = layer.window;
-    attention::attend<bfloat>(attend);
+    attention::attend<bfloat>(attend, taken);
 }
 
-inline void run(const StackArguments& s) {
+// `taken`: as many zeros as there are layers, see `attention::attend`.
+inline void run(const StackArguments& s, int* taken) {
     const int heads = s.step.append.query_heads, kv_heads = s.step.append.kv_heads, size = s.step.append.head_size;
     for (int i = 0; i < s.count; ++i) {
         const LayerArguments& layer = s.layers[i];
@@ -91,7 +92,7 @@ inline void run(const StackArguments& s) {
             norm(layer.query_norm, s.query, nullptr, s.query, s.rows * heads, size);
             norm(layer.key_norm, s.keys, nullptr, s.keys, s.rows * kv_heads, size);
         }
-        attend(s, layer);
+        attend(s, layer, taken[i]);
         linear::multiply(pack(s, s.attended, heads * size), {layer.output});
         norm(layer.middle_norm, s.hidden, s.delta, s.normed, s.rows, s.width);
         linear::multiply(pack(s, s.normed, s.width), {layer.gate, layer.up});
@@ -101,7 +102,7 @@ inline void run(const StackArguments& s) {
     norm(s.final_norm, s.hidden, s.delta, s.normed, s.rows, s.width);
 }
 #else
-inline void run(const StackArguments&) {}
+inline void run(const StackArguments&, int*) {}
 #endif
 
 }  // namespace stack
