@@ -6,7 +6,6 @@ do), 130 interrupted. This module and the commands' modules import nothing slow,
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -17,9 +16,6 @@ from swarm_node.cli import bench, calibrate, config, eval, identity, join, model
 
 OURS = ("swarm_node", "swarm_protocols", "swarm_kernels")
 EXIT_BAD_INPUT = 2
-SPINS = "3000"
-"""How often a thread of OpenMP looks whether the others have arrived before it sleeps. Its own default is a hundred times as many: a
-decode step beside another program's work then takes six times as long, for nothing on a machine that has nothing else to do."""
 
 app = typer.Typer(
     name="swarm-node",
@@ -59,7 +55,6 @@ app.add_typer(identity.app, name="identity")
 
 def main() -> None:
     """The console script."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     try:
         app()
     except ValueError as error:

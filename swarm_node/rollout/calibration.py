@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
@@ -82,12 +82,7 @@ class Calibration:
     cells: tuple[Cell, ...]
     """Of the search, by bin and budget; a budget that covers a whole bin is missing there."""
     held_out: tuple[Cell, ...]
-    """Under the schedule, on prompts that the search did not see; a dense bin has no tokens."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether every sparse bin holds the threshold on the held-out prompts."""
-        return all(cell.acceptance.p5 >= self.schedule.threshold for cell in self.held_out if cell.acceptance.count)
+    """Under the schedule, on prompts that the search did not see: each sparse bin holds the threshold; a dense one has no tokens."""
 
 
 Progress = Callable[[Place, int, int], None]
@@ -104,6 +99,9 @@ def calibrate(
     progress: Progress | None = None,
 ) -> Calibration:
     """Measure every bin and budget, choose, and verify. Deterministic but for the rounding of the machine.
+
+    A bin that misses the threshold on the held-out prompts gets the next larger budget and is measured again, until it holds or is dense:
+    the held-out prompts can make a schedule more careful and never less.
 
     Args:
         engine: Its schedule is changed.
@@ -127,14 +125,19 @@ def calibrate(
     cells = tuple(_cells(places, done, None))
     schedule = choose(cells, options, policy.name)
 
-    engine.schedule = schedule
     checks = plan(options, policy.context, "held-out")
-    for number, place in enumerate(checks, start=len(places) + 1):
-        if done.get(place, schedule) is None:
-            done.put(place, schedule, _measure(policy, engine, prompts, options, place, None))
-        if progress:
-            progress(place, number, total)
-    return Calibration(schedule, cells, tuple(_cells(checks, done, schedule)))
+    while True:
+        engine.schedule = schedule
+        for number, place in enumerate(checks, start=len(places) + 1):
+            if done.get(place, schedule) is None:
+                done.put(place, schedule, _measure(policy, engine, prompts, options, place, None))
+            if progress:
+                progress(place, number, total)
+        held_out = tuple(_cells(checks, done, schedule))
+        careful = raised(schedule, held_out, options)
+        if careful == schedule:
+            return Calibration(schedule, cells, held_out)
+        schedule = careful
 
 
 def plan(options: CalibrationOptions, model_context: int | None, part: Part = "search") -> list[Place]:
@@ -197,6 +200,16 @@ def choose(cells: Sequence[Cell], options: CalibrationOptions, model: str) -> Sc
         else:
             pages.append(DENSE if here or not pages else pages[-1])
     return Schedule(tuple(pages), options.threshold, "calibrated", Path(model).name.lower())
+
+
+def raised(schedule: Schedule, held_out: Sequence[Cell], options: CalibrationOptions) -> Schedule:
+    """The schedule with the next larger budget in every bin that misses the threshold on held-out prompts; dense after the largest."""
+    pages = list(schedule.pages)
+    for cell in held_out:
+        if cell.acceptance.count and cell.acceptance.p5 < schedule.threshold:
+            larger = [budget for budget in budgets_of(cell.bin, options.budgets, options.context) if budget > cell.budget]
+            pages[cell.bin] = larger[0] if larger else DENSE
+    return replace(schedule, pages=tuple(pages))
 
 
 def _known(error: float) -> float:

@@ -70,5 +70,5 @@ class CalibrationLog:
                 file.write(json.dumps({"key": self._key(place, schedule), "samples": values}) + "\n")
 
     def _key(self, place: Place, schedule: Schedule | None) -> str:
-        pages = "" if schedule is None else f" {schedule.pages}"
+        pages = "" if schedule is None else f" {schedule.pages[place.bin]}"
         return f"{place.part} {place.index} {place.length}{pages}"
