@@ -88,6 +88,7 @@ class SparseEngine:
         model = self._policy.model
         training = model.training
         model.eval()
+        self.runner.prepare()  # lets go of the cache of the call before, which may be too small now
         cache = self._cache_for(requests, max_new_tokens)
         keys = np.array([request.key % 2**64 for request in requests], dtype=np.uint64)
         sizes = [request.size for request in requests]
@@ -100,7 +101,6 @@ class SparseEngine:
         schedule, adapter = self.schedule, self.runner.adapter
         if dense:
             self.schedule = self.runner.adapter = None
-        self.runner.prepare()
         try:
             while scheduler.unfinished:
                 self._prefill(scheduler, work)
