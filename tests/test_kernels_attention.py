@@ -11,7 +11,7 @@ import torch
 from kernel_cases import LENGTHS, assert_same, make_case, random_lists
 from swarm_kernels.attention import naive
 from swarm_kernels.interface import Kernels
-from swarm_kernels.layout import LayerCache
+from swarm_kernels.layout import LayerCache, PageLayout, allocate
 from swarm_kernels.native.library import NativeKernels
 from swarm_kernels.portable import TorchKernels
 
@@ -178,3 +178,18 @@ def test_a_wrong_shape_is_refused_before_memory_is_read(kernels: Kernels, change
     arguments: dict[str, object] = {"query": case.query, "table": case.table, "lengths": case.lengths, "scale": 1.0} | change
     with pytest.raises(ValueError, match=message):
         kernels.attend(cache=case.cache, **arguments)  # type: ignore[arg-type]
+
+
+def test_how_a_list_is_cut_does_not_depend_on_its_padding() -> None:
+    """The longest list of a batch pads the others: 23 entries are cut after 16, and 43 would be after 22."""
+    torch.manual_seed(0)
+    cache = allocate(PageLayout(layers=1, pages=64, kv_heads=2, head_size=64, dtype=torch.float32))[0]
+    cache.keys.copy_(torch.randn(cache.keys.shape))
+    cache.values.copy_(torch.randn(cache.values.shape))
+    query, table = torch.randn(1, 4, 64), torch.randperm(64, dtype=torch.int32)[None]
+    pages = torch.arange(0, 46, 2, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    padded = torch.nn.functional.pad(pages, (0, 20), value=-1)
+    length = torch.tensor([64 * 16], dtype=torch.int32)
+    kernels = NativeKernels()
+    outs = [kernels.attend(query, cache, table, length, scale=0.3, pages=part, splits=2)[0] for part in (pages, padded)]
+    assert torch.equal(*outs)

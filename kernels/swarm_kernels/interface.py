@@ -83,7 +83,8 @@ class Stack(Protocol):
     """All layers of a model and its final norm, over the weights as they lie."""
 
     def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
-        """One token of each of B sequences: embeddings (B, H), which are overwritten, to hidden states after the final norm (B, H)."""
+        """One token of each of B sequences, B > 0: embeddings (B, H), which are overwritten, to hidden states after the final norm (B, H).
+        The scale is that of each layer; the step's is not looked at."""
 
 
 class Kernels(Protocol):
@@ -144,8 +145,9 @@ class Kernels(Protocol):
         """One token a row and its log-probability, see `sampling/naive.py`."""
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> Stack | None:
-        """All layers at once, with the results of the single kernels; None where this backend has it not, or not for such weights. It is
-        good for as long as the weights stay where they are; what is written into them is seen."""
+        """All layers at once, with the results of the single kernels (of its own linear layers: `linear` leaves many rows to torch); None
+        where this backend has it not, or not for such weights. It is good for as long as the weights stay where they are; what is written
+        into them is seen."""
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""

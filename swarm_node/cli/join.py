@@ -16,7 +16,7 @@ EXAMPLE = "Example: swarm-node join --model tiny-s --peer /ip4/192.0.2.7/tcp/313
 
 SPINS = "3000"
 """How often a thread of OpenMP looks whether the others have arrived before it sleeps. Its own default is a hundred times as many: beside
-another program's work a decode step then takes several times as long, and a learner's is four hundredths faster when there is none."""
+another program's work a decode step then takes several times as long. Training on an idle machine becomes a few percent slower."""
 
 
 def join(

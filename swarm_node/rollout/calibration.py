@@ -125,13 +125,14 @@ def calibrate(
     cells = tuple(_cells(places, done, None))
     schedule = choose(cells, options, policy.name)
 
-    checks = plan(options, policy.context, "held-out")
+    checks, chosen = plan(options, policy.context, "held-out"), schedule
     while True:
         engine.schedule = schedule
         for number, place in enumerate(checks, start=len(places) + 1):
-            if done.get(place, schedule) is None:
+            missing = done.get(place, schedule) is None
+            if missing:
                 done.put(place, schedule, _measure(policy, engine, prompts, options, place, None))
-            if progress:
+            if progress and (missing or schedule is chosen):
                 progress(place, number, total)
         held_out = tuple(_cells(checks, done, schedule))
         careful = raised(schedule, held_out, options)
@@ -203,12 +204,19 @@ def choose(cells: Sequence[Cell], options: CalibrationOptions, model: str) -> Sc
 
 
 def raised(schedule: Schedule, held_out: Sequence[Cell], options: CalibrationOptions) -> Schedule:
-    """The schedule with the next larger budget in every bin that misses the threshold on held-out prompts; dense after the largest."""
+    """The schedule with the next larger budget in every bin that misses the threshold on held-out prompts; dense after the largest.
+
+    A last bin that was not measured follows the bin before it.
+    """
     pages = list(schedule.pages)
+    measured = {cell.bin for cell in held_out}
     for cell in held_out:
         if cell.acceptance.count and cell.acceptance.p5 < schedule.threshold:
             larger = [budget for budget in budgets_of(cell.bin, options.budgets, options.context) if budget > cell.budget]
             pages[cell.bin] = larger[0] if larger else DENSE
+    for bin in range(1, len(pages)):
+        if bin not in measured and bin - 1 in measured:
+            pages[bin] = pages[bin - 1]
     return replace(schedule, pages=tuple(pages))
 
 

@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-struct AppendArguments {  // mirrored by native/library.py
+struct AppendArguments {  // mirrored by native/arguments.py
     const void* keys;
     const void* values;
     void* query;           // rotated in place; null: left alone

@@ -8,7 +8,7 @@
 #include "matrix.h"
 #include "vectors.h"
 
-struct AttendArguments {  // mirrored by native/library.py
+struct AttendArguments {  // mirrored by native/arguments.py
     const void* query;
     const void* keys;
     const void* values;
@@ -251,7 +251,12 @@ void take(const AttendArguments& a, int& taken, Task<T>& task) {
     if (task.number >= a.batch * a.kv_heads * a.splits) return;
     int sequence, head, split;
     place(a, task.number, sequence, head, split);
-    const int entries = a.pages ? a.list_width : (a.lengths[sequence] + a.page_size - 1) / a.page_size;
+    // How a list is cut depends on its own pages, not on the padding that the longest list of the batch gives it.
+    int entries = a.pages ? a.list_width : (a.lengths[sequence] + a.page_size - 1) / a.page_size;
+    if (a.pages) {
+        const int32_t* list = a.pages + sequence * a.pages_sequence + head * a.pages_head;
+        while (entries > 0 && list[entries - 1] < 0) --entries;
+    }
     const int share = std::max((entries + a.splits - 1) / a.splits, MIN_SPLIT_PAGES);
     list_tiles<T, D>(a, sequence, head, split * share, std::min((split + 1) * share, entries), task.tiles);
 }

@@ -33,7 +33,7 @@ from swarm_kernels.native.stack import WIDTH, NativeStack, fits
 from swarm_kernels.sampling import naive as sampling_naive
 
 LINEAR_ROWS = 256
-"""Rows up to which reading the weights is what a linear layer costs; torch is better at larger products."""
+"""Rows up to which our linear layer is faster than torch's."""
 
 
 def load_library(march: str = "native") -> ctypes.CDLL:
@@ -51,7 +51,7 @@ def load_library(march: str = "native") -> ctypes.CDLL:
 
 
 class NativeKernels:
-    """See `swarm_kernels.interface.Kernels`. Threads: as many as torch uses."""
+    """See `swarm_kernels.interface.Kernels`. Threads: as many as torch uses; not to be called by several at a time."""
 
     name = "native"
 
@@ -115,9 +115,9 @@ class NativeKernels:
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
         if step is not self._step:
-            self._arguments = DecodeArguments()
-            self._scratch = fill_decode(self._arguments, step, cache, query, keys, values)
-            self._parts, self._step = (self._arguments.append, self._arguments.select, self._arguments.attend), step
+            arguments = DecodeArguments()
+            self._scratch = fill_decode(arguments, step, cache, query, keys, values)
+            self._arguments, self._parts, self._step = arguments, (arguments.append, arguments.select, arguments.attend), step
         out = torch.empty(query.shape, dtype=query.dtype)
         append, select, attend = self._parts
         append.query = select.query = attend.query = query.data_ptr()
@@ -189,7 +189,7 @@ class NativeKernels:
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         rows, columns = logits.shape
-        if logits.stride(1) != 1 or uniforms.shape != (rows,) or uniforms.dtype != torch.float64:
+        if logits.stride(1) != 1 or uniforms.shape != (rows,) or uniforms.dtype != torch.float64 or logits.dtype not in DTYPE_CODES:
             return sampling_naive.draw(logits, uniforms, temperature)
         ids, logprobs, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32), uniforms.contiguous()
         arguments = DrawArguments(

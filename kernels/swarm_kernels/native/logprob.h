@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-struct LogprobArguments {  // mirrored by native/library.py
+struct LogprobArguments {  // mirrored by native/arguments.py
     const void* logits;
     const int64_t* targets;  // a column of this piece of the vocabulary, or outside [0, columns): then it is in another piece
     const float* sharpness;  // 1 / temperature of each row

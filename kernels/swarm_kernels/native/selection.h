@@ -6,7 +6,7 @@
 
 #include "vectors.h"
 
-struct SelectArguments {  // mirrored by native/library.py
+struct SelectArguments {  // mirrored by native/arguments.py
     const void* query;
     const void* centroids;
     const int32_t* table;

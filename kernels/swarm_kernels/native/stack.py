@@ -78,9 +78,11 @@ class NativeStack:
 
 
 def fits(layers: Sequence[LayerWeights], norm: NormWeight) -> bool:
-    """Whether the kernels take these weights: contiguous bf16 on the CPU, in shapes that are multiples of WIDTH and alike in all layers."""
+    """Whether the kernels take these weights: contiguous bf16 on the CPU, in shapes that are multiples of WIDTH and alike in all layers,
+    with norms of queries and keys both or neither."""
     tensors = [norm.weight, *(tensor for layer in layers for tensor in _tensors(layer))]
-    usual = all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    paired = all((layer.query_norm is None) == (layer.key_norm is None) for layer in layers)
+    usual = paired and all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
     whole = all(size % WIDTH == 0 for tensor in tensors for size in tensor.shape)
     return usual and whole and len({tuple(linear.weight.shape for linear in _linears(layer)) for layer in layers}) == 1
 
