@@ -135,7 +135,7 @@ def test_a_bin_that_misses_on_held_out_prompts_gets_the_next_budget() -> None:
     schedule = Schedule((29, 61, 93, DENSE), 0.86, "calibrated", "model")
     held_out = [cell(0, 29, 0.859), cell(1, 61, 0.86), cell(2, 93, 0.80), cell(3, DENSE, 0.0, 0)]
     assert raised(schedule, held_out, options) == Schedule((61, 61, DENSE, DENSE), 0.86, "calibrated", "model")
-    assert raised(schedule, [cell(0, 29, 0.9), cell(1, 61, 0.9), cell(2, 93, 0.9)], options) == schedule
+    assert raised(schedule, [cell(0, 29, 0.9), cell(1, 61, 0.9), cell(2, 93, 0.9), cell(3, DENSE, 0.0, 0)], options) == schedule
     unmeasured = raised(Schedule((29, 61, 61), 0.86, "calibrated"), [cell(0, 29, 0.9), cell(1, 61, 0.8)], options)
     assert unmeasured.pages == (29, 93, 93)  # the last bin is too short for a completion
     # In 1,600 positions 93 pages and the reserved ones leave 64 tokens; in 1,500 they leave nothing, so that 61 is the largest.
