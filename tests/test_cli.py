@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import typer
 
 from swarm_node.cli import app as cli
+from swarm_node.cli.join import SPINS
 from swarm_node.home import Home
 from swarm_node.network.identity import load_or_create
 from swarm_node.observe import report
@@ -174,6 +176,16 @@ def test_bad_input_to_join_costs_nothing(run: Run, tmp_path: Path, arguments: li
     assert expected in result.err
     assert "Traceback" not in result.err
     assert written(tmp_path) == []
+
+
+def test_a_node_s_threads_wait_for_each_other_as_long_as_it_says_or_its_user(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert run("join", "--set", "nothing=1").code == 2
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert run("join", "--set", "nothing=1").code == 2
+    assert os.environ["GOMP_SPINCOUNT"] == SPINS
+    monkeypatch.delenv("GOMP_SPINCOUNT")
 
 
 def test_an_unreadable_config_is_named_with_its_line(run: Run, tmp_path: Path) -> None:

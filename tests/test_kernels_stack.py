@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from swarm_kernels.native.library import NativeKernels
 from swarm_kernels.native.stack import fits
 
 from swarm_node.policy.policy import Policy
+from swarm_node.rollout import sparse
 from swarm_node.rollout.engine import GroupRequest, Rollout
 from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.paged_cache import PagedCache
 from swarm_node.rollout.schedule import Schedule
 from swarm_node.rollout.sparse import SparseEngine
 
@@ -85,6 +88,22 @@ def test_weights_that_are_written_to_are_seen() -> None:
     changed = generate(engine)
     fresh = generate(SparseEngine(policy, RolloutOptions()))
     assert changed.groups[0][0].logprobs.tolist() == fresh.groups[0][0].logprobs.tolist() != before.groups[0][0].logprobs.tolist()
+
+
+def test_the_old_cache_is_free_before_a_larger_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SparseEngine(bfloat_policy("llama"), RolloutOptions())
+    engine.generate([GroupRequest(np.arange(4, 20, dtype=np.int32), 1, 0)], seed=1, temperature=1.0, max_new_tokens=8)
+    assert engine._cache is not None
+    old, freed = weakref.ref(engine._cache.layers[0]), []
+
+    class Watched(PagedCache):
+        def __init__(self, layout: PageLayout, step: int = 0) -> None:
+            freed.append(old() is None)
+            super().__init__(layout, step)
+
+    monkeypatch.setattr(sparse, "PagedCache", Watched)
+    generate(engine)
+    assert freed == [True]
 
 
 def test_weights_that_moved_are_found_by_the_next_call() -> None:

@@ -1,4 +1,4 @@
-"""Weights in large pages: the same parameters to the bit for whatever uses them, side by side in memory that is the process's own."""
+"""Weights in huge pages: the same parameters to the bit for whatever uses them, side by side in memory that is the process's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swarm_node.learning.options import LearningOptions
 from swarm_node.policy import memory
 from swarm_node.policy.checkpoint import Checkpoint, load_latest, save_checkpoint
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.memory import use_large_pages
+from swarm_node.policy.memory import move_to_huge_pages
 from swarm_node.policy.options import ModelOptions
 from swarm_node.rollout.merged_weights import merged_weights
 
@@ -42,7 +42,7 @@ def large_model(**changes: object) -> nn.Module:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    use_large_pages(model)
+    move_to_huge_pages(model)
     return model
 
 
@@ -67,7 +67,7 @@ def buffers(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def large_bytes(address: int) -> int:
-    """Bytes in large pages of the mapping that holds an address."""
+    """Bytes in huge pages of the mapping that holds an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -103,7 +103,7 @@ def test_every_parameter_moves_and_none_changes(dtype: torch.dtype) -> None:
         next(model.parameters())[0, :3] = torch.tensor([float("nan"), -0.0, 1e-40])
     before = {name: (parameter, parameter.detach().clone(), parameter.requires_grad) for name, parameter in model.named_parameters()}
     old = addresses(model)
-    use_large_pages(model)
+    move_to_huge_pages(model)
     assert not set(addresses(model)) & set(old)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
@@ -145,7 +145,7 @@ def test_a_buffer_is_bounded_but_for_a_larger_parameter_alone(monkeypatch: pytes
     monkeypatch.setattr(memory, "_BUFFER", 4 * MIB)
     model = nn.ModuleList(nn.Linear(256, rows, bias=False) for rows in (1024, 1024, 1024, 2048, 512, 6 * 1024, 1024, 1024, 1024, 1024, 1))
     values = [parameter.detach().clone() for parameter in model.parameters()]
-    use_large_pages(model)
+    move_to_huge_pages(model)
     sizes = [[parameter.nbytes // 1024 for parameter in buffer] for buffer in buffers(model)]
     assert sizes == [[1024, 1024, 1024], [2048, 512], [6 * 1024], [1024] * 4, [1]]
     assert all(buffer[0].data_ptr() % (2 * MIB) == 0 for buffer in buffers(model))
@@ -179,7 +179,7 @@ def test_views_of_one_storage_stay_where_they_are_and_the_rest_moves() -> None:
     model.register_buffer("kept", model[2].weight.data)
     model.append(nn.Linear(1024, 1024))
     old = addresses(model)
-    use_large_pages(model)
+    move_to_huge_pages(model)
     assert [new == before for new, before in zip(addresses(model), old, strict=True)] == [True, True, True, False, False]
     packed += 1
     assert bool((model[1].weight == 1).all())
@@ -198,7 +198,7 @@ def test_empty_parameters_do_no_harm() -> None:
     model = nn.Linear(1024, 1024)
     model.empty = nn.Parameter(torch.empty(0, 4))
     old = model.weight.data_ptr()
-    use_large_pages(model)
+    move_to_huge_pages(model)
     assert model.weight.data_ptr() != old
     assert model.empty.shape == (0, 4)
 
@@ -215,7 +215,7 @@ def test_a_model_on_another_device_stays_where_it_is() -> None:
     assert moved(model).weight.device.type == "meta"
 
 
-@pytest.mark.parametrize("lacking", ["another system", "no large pages", "no memory"])
+@pytest.mark.parametrize("lacking", ["another system", "no huge pages", "no memory"])
 def test_without_such_memory_a_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     class Refusing(mmap.mmap):
         def __new__(cls, *arguments: object, **named: object) -> Refusing:
@@ -233,7 +233,7 @@ def test_without_such_memory_a_model_stays_where_it_is(monkeypatch: pytest.Monke
             patch.setattr(memory.sys, "platform", "darwin")
         else:
             patch.setattr(memory.mmap, "mmap", Refusing)
-        use_large_pages(model)
+        move_to_huge_pages(model)
     assert addresses(model) == old
 
 
@@ -264,7 +264,7 @@ def test_memory_grows_by_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None
     thread.start()
     thread.join()
     before = psutil.Process().memory_info().rss
-    use_large_pages(made[0])
+    move_to_huge_pages(made[0])
     assert psutil.Process().memory_info().rss - before < 32 * MIB, "64 MiB moved, 8 MiB at a time"
 
 

@@ -70,7 +70,7 @@ class LayerCache:
 
 def allocate(layout: PageLayout) -> list[LayerCache]:
     """One `LayerCache` a layer, uninitialised: kernels never read a slot that no token was written to. All layers are one piece of memory,
-    because large pages do not begin or end inside a small one."""
+    because huge pages do not begin or end inside a small one."""
     shape = (layout.layers, layout.kv_heads, layout.pages)
     pages = torch.empty(*shape, 2, layout.page_size, layout.head_size, dtype=layout.dtype, device=layout.device).transpose(1, 2)
     centroids = torch.empty(*shape, layout.head_size, dtype=layout.dtype, device=layout.device).transpose(1, 2)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from swarm_node.policy.fingerprint import fingerprint_policy, fingerprint_tokenizer
-from swarm_node.policy.memory import use_large_pages
+from swarm_node.policy.memory import move_to_huge_pages
 from swarm_node.policy.policy import Policy
 
 
@@ -89,7 +89,7 @@ def random_policy(name: str, dtype: torch.dtype, device: torch.device) -> Policy
         raise BenchError(f"shape {name} does not fit into the memory of {device}: choose a smaller one") from error
     finally:
         torch.set_default_dtype(default)
-    use_large_pages(model)
+    move_to_huge_pages(model)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>")), eos_token="<end>")
     fingerprint = fingerprint_tokenizer(tokenizer, frozenset({0}))
     return Policy(

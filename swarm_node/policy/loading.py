@@ -20,7 +20,7 @@ from swarm_node.policy import catalogue
 from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fingerprint import fingerprint_policy, fingerprint_tokenizer
 from swarm_node.policy.hardware import choose_device, choose_dtype, free_memory, training_bytes
-from swarm_node.policy.memory import use_large_pages
+from swarm_node.policy.memory import move_to_huge_pages
 from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.parts import head_width, splits
 from swarm_node.policy.policy import Policy
@@ -65,7 +65,7 @@ def load_policy(options: ModelOptions) -> Policy:
     if options.lora:
         model = _add_adapters(model, options)
     model.eval()
-    use_large_pages(model)
+    move_to_huge_pages(model)
 
     tokenizer_fingerprint = fingerprint_tokenizer(tokenizer, stop_ids)
     return Policy(

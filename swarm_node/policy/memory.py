@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 _PAGE = 2 << 20
-"""Bytes of a large page, and what it must be aligned to."""
+"""Bytes of a huge page, and what it must be aligned to."""
 _BUFFER = 256 << 20
 """Most bytes of parameters a buffer, unless one alone has more: how much of a model is there twice while it moves."""
 _LINE = 64
 """Bytes of a cache line; every parameter begins with one, as those that torch allocates do."""
 
 
-def use_large_pages(model: nn.Module) -> None:
+def move_to_huge_pages(model: nn.Module) -> None:
     """Move a model's parameters on the CPU, bit for bit, to private memory that Linux may back with pages of 2 MiB.
 
     A page is larger than most parameters, so they lie side by side in few buffers. Each still has a storage of its own, and is the same
@@ -39,7 +39,7 @@ def use_large_pages(model: nn.Module) -> None:
     for parameters in _split(alone):
         try:
             _move(parameters)
-        except OSError:  # the kernel has no large pages, or no memory for a second copy: the weights are as good where they are
+        except OSError:  # the kernel has no huge pages, or no memory for a second copy: the weights are as good where they are
             return
         _return_freed_memory()
 

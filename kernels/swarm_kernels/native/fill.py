@@ -29,7 +29,6 @@ def fill_decode(a: DecodeArguments, step: DecodeStep, cache: LayerCache, query: 
     fill_attend(a.attend, query, cache, step.table, step.lengths, None, query, lse, partial, splits)
     a.attend.scale = step.scale
     if step.budgets is None:
-        a.attend.pages = None
         return partial, lse
     check_select(query, cache, step.table, step.lengths, step.budgets, step.list_width)
     pages = torch.empty(batch, kv_heads, step.list_width, dtype=torch.int32)
@@ -46,6 +45,11 @@ def choose_splits(pairs: int) -> int:
 def partial_sums(query: Tensor, splits: int) -> Tensor:
     batch, heads, size = query.shape
     return torch.empty(batch * heads * splits * (size + 2) if splits > 1 else 0, dtype=torch.float32)
+
+
+def packed_rows(rows: int, inputs: int) -> Tensor:
+    """Room for the rows of a linear layer as the matrix unit wants them: groups of sixteen, or of all where there are fewer."""
+    return torch.empty(min(rows, 16) * -(-rows // 16) * inputs, dtype=torch.bfloat16)
 
 
 def fill_append(
@@ -106,6 +110,7 @@ def fill_attend(
     a.page_stride, a.head_stride = cache.keys.stride()[:2]
     a.table_sequence = table.stride(0)
     a.batch, a.kv_heads = query.shape[0], cache.keys.shape[1]
+    a.pages = None
     if pages is not None:
         fill_pages(a, pages)
     a.group, a.head_size, a.page_size = query.shape[1] // a.kv_heads, query.shape[2], cache.page_size

@@ -28,7 +28,7 @@ from swarm_kernels.native.arguments import (
     SelectArguments,
 )
 from swarm_kernels.native.build import BuildError, build
-from swarm_kernels.native.fill import choose_splits, fill_append, fill_attend, fill_decode, fill_select, partial_sums, pointer
+from swarm_kernels.native.fill import choose_splits, fill_append, fill_attend, fill_decode, fill_select, packed_rows, partial_sums, pointer
 from swarm_kernels.native.stack import WIDTH, NativeStack, fits
 from swarm_kernels.sampling import naive as sampling_naive
 
@@ -175,7 +175,7 @@ class NativeKernels:
         if not (self._has_linear and fits and all(part.is_contiguous() and part.dtype == torch.bfloat16 for part in parts)):
             return linear_naive.linear(x, weight, bias)
         out = torch.empty(rows, outputs, dtype=torch.bfloat16)
-        packed = torch.empty(min(rows, 16) * -(-rows // 16) * inputs, dtype=torch.bfloat16)
+        packed = packed_rows(rows, inputs)
         arguments = LinearArguments(
             Product(weight.data_ptr(), pointer(bias), out.data_ptr(), outputs),
             x.data_ptr(),

@@ -42,7 +42,7 @@ struct StackArguments {  // mirrored by native/arguments.py
     void* attended;
     void* gates;   // (rows, inner width)
     void* ups;
-    void* packed;  // room for rows, rounded up to 16, times the widest input of a product
+    void* packed;  // room for the rows of the widest input of a product, see native/fill.py
     int32_t rows, width, inner, count, threads;
 };
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.native import arguments as c
-from swarm_kernels.native.fill import fill_decode, pointer
+from swarm_kernels.native.fill import fill_decode, packed_rows, pointer
 
 WIDTH = 32
 """The kernels take inputs and outputs by so many."""
@@ -63,8 +63,7 @@ class NativeStack:
     def _allocate(self, rows: int, head_size: int) -> None:
         """What the layers write, for so many rows."""
         widths = (self._width, self._query_width, self._kv_width, self._kv_width, self._query_width, self._inner, self._inner)
-        padded = min(rows, 16) * -(-rows // 16)
-        packed = torch.empty(padded * max(self._width, self._query_width, self._inner), dtype=torch.bfloat16)
+        packed = packed_rows(rows, max(self._width, self._query_width, self._inner))
         parts = [torch.empty(rows, width, dtype=torch.bfloat16) for width in widths]
         self._buffers = (*parts, packed)
         delta, query, keys, values, attended, gates, ups = (part.data_ptr() for part in parts)
