@@ -97,6 +97,26 @@ else:
         assert torch.equal(dense[0], full[0])
         assert torch.equal(dense[1], full[1])
 
+    def test_padding_changes_no_bit() -> None:
+        """Of the lists, of the page table, and by rows of no sequence: a recorded step is padded in all three ways."""
+        case = make_case(lengths=(300, 700), group=3)
+        budgets = torch.tensor([9, 20], dtype=torch.int32)
+        lists = KERNELS.select_pages(case.query, case.cache, case.table, case.lengths, budgets, 23)
+        query, table, lengths, more = (
+            torch.cat([part, torch.zeros_like(part[:1])]) for part in (case.query, case.table, case.lengths, budgets)
+        )
+        wide = torch.nn.functional.pad(table, (0, 30), value=10**9)
+        padded = KERNELS.select_pages(query, case.cache, wide, lengths, more, 40)
+        assert torch.equal(padded[:2, :, :23], lists)
+        assert (padded[:2, :, 23:] == -1).all()
+        assert (padded[2] == -1).all()
+        for pages, padded_pages in ((None, None), (lists, padded)):
+            out = KERNELS.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, pages=pages, splits=3)
+            padded_out = KERNELS.attend(query, case.cache, wide, lengths, scale=case.scale, pages=padded_pages, splits=3)
+            for part, padded_part in zip(out, padded_out, strict=True):
+                assert torch.equal(padded_part[:2], part)
+            assert torch.equal(padded_out[0][2], torch.zeros_like(padded_out[0][2]))
+
     def test_nothing_to_read_gives_zero_and_minus_infinity() -> None:
         case = make_case(lengths=(17, 40))
         empty = torch.full((2, 2, 8), -1, dtype=torch.int32)

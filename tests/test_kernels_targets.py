@@ -14,7 +14,7 @@ import torch
 import triton
 from swarm_kernels.append.gpu import append_tokens, write_centroids
 from swarm_kernels.attention.gpu import attend_split, merge_splits
-from swarm_kernels.gpu.kernels import ATTEND_STAGES, ATTEND_WARPS, BLOCK_TOKENS, LOGPROB_BLOCK, MIN_SPLIT_PAGES, SCORE_BLOCK
+from swarm_kernels.gpu.kernels import ATTEND_STAGES, ATTEND_WARPS, BLOCK_TOKENS, LOGPROB_BLOCK, SCORE_BLOCK
 from swarm_kernels.logprob.gpu import logprob_backward, logprob_forward
 from swarm_kernels.selection.gpu import keep_best, score_pages
 from triton.backends.compiler import GPUTarget
@@ -57,7 +57,7 @@ def attention(head: int, page: int, group: int, dtype: str, listed: bool, whole:
         "PAGE": page,
         "BLOCK": BLOCK_TOKENS[DTYPES[dtype]],
     }
-    constants |= {"MIN_SPLIT": MIN_SPLIT_PAGES, "LISTED": listed, "WHOLE": whole, "WIDEN": False}
+    constants |= {"LISTED": listed, "WHOLE": whole, "WIDEN": False}
     name = f"attend {'sparse' if listed else 'dense'} D{head} page {page}"
     return Configuration(name, attend_split, constants, ATTEND_WARPS, ATTEND_STAGES[DTYPES[dtype]], dtype)
 

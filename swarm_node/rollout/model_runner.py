@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.policy.sparse_attention import DENSE_LAYERS
 from swarm_node.rollout.families import Anatomy, Layer, Norm, dissect
 from swarm_node.rollout.paged_cache import Batch, CachedSequence, PagedCache
+from swarm_node.rollout.step_graphs import CudaRecorder, StepGraphs, StepInputs
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,15 @@ class ModelRunner:
         # A fixed number keeps a completion's attention the same whatever runs beside it.
         self._splits = 8 if policy.device.type == "cuda" else 2
         self._stack: Stack | None = None
+        self._model = policy.model
+        self._graphs = StepGraphs(CudaRecorder()) if policy.device.type == "cuda" else None
 
     def prepare(self) -> None:
-        """Look at the modules anew: whether one call can compute all layers, over weights that stay where they are until the next look."""
+        """Look at the modules anew: weights stay where they are until the next look. Whether one call can compute all layers, and whether
+        recorded steps still hold."""
+        if self._graphs is not None:
+            adapter = {} if self.adapter is None else self.adapter.parameters()
+            self._graphs.prepare(tuple(weight.data_ptr() for weight in chain(self._model.parameters(), adapter.values())))
         layers = [_plain_weights(layer, index) for index, layer in enumerate(self.anatomy.layers)]
         whole = [layer for layer in layers if layer is not None]
         self._stack = self.kernels.stack(whole, _norm_weight(self.anatomy.norm)) if len(whole) == len(layers) else None
@@ -70,7 +78,7 @@ class ModelRunner:
         bounds = np.cumsum([0] + [len(chunk.tokens) for chunk in chunks])
         with self._adapted():
             hidden = self.anatomy.embedding(ids)
-            cosines, sines = self._angles(hidden, positions)
+            cosines, sines = self._angles(hidden, torch.from_numpy(positions).to(self.device))
             delta: Tensor | None = None
             for layer, layer_cache in zip(self.anatomy.layers, cache.layers, strict=True):
                 hidden, normed = self._norm(layer.input_norm, hidden, delta)
@@ -101,39 +109,50 @@ class ModelRunner:
         """
         pages = batch.table.shape[1]
         sparse = bool((budgets + RESERVED_PAGES < -(-(positions + 1) // cache.layout.page_size)).any())
+        width = min(int(np.minimum(budgets, pages).max()) + RESERVED_PAGES, pages) if sparse else 0
+        at, allowed = (torch.from_numpy(part).to(self.device) for part in (positions, budgets))
+        inputs = StepInputs(tokens, at, batch.table, batch.lengths, batch.slots, allowed)
         with self._adapted():
-            hidden = self.anatomy.embedding(tokens)
-            cosines, sines = self._angles(hidden, positions)
-            step = DecodeStep(batch.table, batch.lengths, batch.slots, 1.0, self._splits, cosines, sines)
-            if sparse:
-                step.list_width = min(int(np.minimum(budgets, pages).max()) + RESERVED_PAGES, pages)
-                step.budgets = torch.from_numpy(budgets).to(self.device)
-            if self._stack is not None and self.adapter is None:
-                return self._stack.decode(step, cache.layers, hidden)
-            plain = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
-            delta: Tensor | None = None
-            for index, (layer, layer_cache) in enumerate(zip(self.anatomy.layers, cache.layers, strict=True)):
-                hidden, normed = self._norm(layer.input_norm, hidden, delta)
-                query, keys, values = self._project(layer, normed)
-                shared = step if layer.rotary else plain
-                shared.scale = layer.scale
-                attended = self.kernels.decode_layer(
-                    shared,
-                    layer_cache,
-                    query,
-                    keys,
-                    values,
-                    sparse=sparse and _selects(layer, index),
-                    window=layer.window,
-                )
-                hidden, delta = self._finish(layer, hidden, attended)
-            return self._norm(self.anatomy.norm, hidden, delta)[1]
+            if self._graphs is None:
+                return self._step(inputs, width, cache)
+            return self._graphs.decode(
+                lambda inputs, width: self._step(inputs, width, cache), inputs, width, cache=cache, adapted=self.adapter is not None
+            )
+
+    def _step(self, inputs: StepInputs, list_width: int, cache: PagedCache) -> Tensor:
+        """A decode step without a wait for the device in it; `list_width` 0: dense."""
+        sparse = list_width > 0
+        hidden = self.anatomy.embedding(inputs.tokens)
+        cosines, sines = self._angles(hidden, inputs.positions)
+        step = DecodeStep(inputs.table, inputs.lengths, inputs.slots, 1.0, self._splits, cosines, sines)
+        if sparse:
+            step.list_width, step.budgets = list_width, inputs.budgets
+        if self._stack is not None and self.adapter is None:
+            return self._stack.decode(step, cache.layers, hidden)
+        plain = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
+        delta: Tensor | None = None
+        for index, (layer, layer_cache) in enumerate(zip(self.anatomy.layers, cache.layers, strict=True)):
+            hidden, normed = self._norm(layer.input_norm, hidden, delta)
+            query, keys, values = self._project(layer, normed)
+            shared = step if layer.rotary else plain
+            shared.scale = layer.scale
+            attended = self.kernels.decode_layer(
+                shared,
+                layer_cache,
+                query,
+                keys,
+                values,
+                sparse=sparse and _selects(layer, index),
+                window=layer.window,
+            )
+            hidden, delta = self._finish(layer, hidden, attended)
+        return self._norm(self.anatomy.norm, hidden, delta)[1]
 
     def _adapted(self) -> AbstractContextManager[object]:
         return nullcontext() if self.adapter is None else self.adapter.active()
 
-    def _angles(self, hidden: Tensor, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.anatomy.rotary(hidden, torch.from_numpy(positions).to(self.device)[None])
+    def _angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = self.anatomy.rotary(hidden, positions[None])
         return cosines[0], sines[0]
 
     def project(self, hidden: Tensor) -> Tensor:

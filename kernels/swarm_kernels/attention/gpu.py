@@ -38,7 +38,6 @@ def attend_split(
     HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     LISTED: tl.constexpr,
     WHOLE: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -57,9 +56,8 @@ def attend_split(
     length = tl.load(lengths + sequence)
     first = tl.where(window > 0, length - window, 0)
     entries = list_width if LISTED else tl.cdiv(length, PAGE)
-    share = tl.maximum(tl.cdiv(entries, splits), MIN_SPLIT)
-    begin = split * share
-    end = tl.minimum(begin + share, entries)
+    # Blocks are dealt to the splits in turn, so which split reads a page depends neither on the length of the list nor on its padding.
+    block = BLOCK // PAGE
 
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, HEAD_PADDED)
@@ -73,9 +71,9 @@ def attend_split(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, HEAD_PADDED], tl.float32)
-    for start in range(begin, end, BLOCK // PAGE):
+    for start in range(split * block, entries, splits * block):
         entry = start + tokens // PAGE
-        inside = entry < end
+        inside = entry < entries
         if LISTED:
             page = tl.load(pages + sequence * pages_sequence + head * pages_head + entry, mask=inside, other=-1)
         else:

@@ -25,7 +25,7 @@ BLOCK_TOKENS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 """Tokens whose keys one iteration of attention holds; float32 takes no tensor cores, and more registers."""
 ATTEND_WARPS = 4
 MIN_SPLIT_PAGES = 4
-"""A split smaller than this costs more to merge than to read."""
+"""Of a split, when their number is chosen here: a smaller one costs more to merge than to read."""
 SCORE_BLOCK = 64
 """Pages that one program scores."""
 LOGPROB_BLOCK = 2048
@@ -177,7 +177,6 @@ class TritonKernels(PlainLayers):
             HEAD_PADDED=triton.next_power_of_2(size),
             PAGE=cache.page_size,
             BLOCK=BLOCK_TOKENS[query.dtype],
-            MIN_SPLIT=MIN_SPLIT_PAGES,
             LISTED=pages is not None,
             WHOLE=splits == 1,
             WIDEN=INTERPRETED and query.dtype == torch.bfloat16,
