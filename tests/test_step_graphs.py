@@ -160,7 +160,7 @@ def test_steps_are_computed_where_recording_fails(failure: str, graphed: Callabl
 def test_buckets() -> None:
     assert [bucket_of(rows, 1, 0)[0] for rows in (1, 2, 3, 4, 5, 8, 9, 31, 32)] == [1, 2, 4, 4, 8, 8, 16, 32, 32]
     assert [bucket_of(1, pages, 0)[1] for pages in (1, 16, 17, 512, 513)] == [16, 16, 32, 512, 1024]
-    assert [bucket_of(1, 600, width)[2] for width in (0, 5, 64, 65)] == [0, 16, 64, 128]
+    assert [bucket_of(1, 600, width)[2] for width in (0, 5, 64, 65)] == [0, 16, 64, 80]
 
 
 def test_the_number_of_recordings_is_bounded() -> None:

@@ -148,12 +148,13 @@ class StepGraphs:
 
 
 def bucket_of(rows: int, pages: int, list_width: int) -> tuple[int, int, int]:
-    """The smallest bucket that holds a step: 1, 2, 4 or a multiple of 8 sequences; 16, 32, 64, ... pages, and as many a list."""
-    return (rows if rows < 3 else 4 if rows < 5 else -(-rows // 8) * 8, _power(pages), _power(list_width) if list_width else 0)
+    """The smallest bucket that holds a step: 1, 2, 4 or a multiple of 8 sequences; 16, 32, 64, ... pages; lists of a multiple of 16 pages,
+    because attention goes through a list to its end."""
+    return (rows if rows < 3 else 4 if rows < 5 else _multiple(rows, 8), max(16, 1 << (pages - 1).bit_length()), _multiple(list_width, 16))
 
 
-def _power(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
 
 
 def _empty(like: StepInputs, bucket: Bucket) -> StepInputs:
