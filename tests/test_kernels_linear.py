@@ -1,4 +1,4 @@
-"""Linear layers of few rows: the compiled kernel against float32, and where torch computes them."""
+"""Linear layers: the compiled kernels against float32, and where torch computes them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from swarm_kernels.linear import naive
 from swarm_kernels.native import library
-from swarm_kernels.native.library import NativeKernels
+from swarm_kernels.native.library import FEW_ROWS, NativeKernels
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 200])
+@pytest.mark.parametrize("rows", [1, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 200, 257, 300, 1000])
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (576, 192), (64, 1536), (1536, 576)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_linear_layer_is_the_float32_product_rounded_once(rows: int, inputs: int, outputs: int, biased: bool) -> None:
@@ -28,13 +28,26 @@ def test_a_linear_layer_is_the_float32_product_rounded_once(rows: int, inputs: i
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     kernels = NativeKernels()
-    x, weight = random(40, 576), random(96, 576, seed=1)
+    x, weight = random(FEW_ROWS + 40, 576), random(96, 576, seed=1)
     if not kernels.library.swarm_has_linear():
         assert torch.equal(kernels.linear(x, weight), naive.linear(x, weight))  # torch's kernels promise no more
         return
     together = kernels.linear(x, weight)
-    for rows in (1, 7, 16, 20):
+    for rows in (1, 7, 16, 20, FEW_ROWS + 1):
         assert torch.equal(kernels.linear(x[:rows].contiguous(), weight), together[:rows])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 16])
+def test_many_rows_may_be_shared_out_among_any_number_of_threads(threads: int) -> None:
+    """More threads than panels of weights: rows are shared out too."""
+    kernels, before = NativeKernels(), torch.get_num_threads()
+    x, weight, bias = random(FEW_ROWS + 45, 576), random(96, 576, seed=1), random(96, seed=2)
+    try:
+        torch.set_num_threads(threads)
+        out = kernels.linear(x, weight, bias)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out.double(), naive.linear(x.double(), weight.double(), bias.double()), rtol=2.0**-8, atol=3e-4)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +55,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     [
         (random(4, 48), random(32, 48)),
         (random(4, 64), random(40, 64)),
-        (random(257, 64), random(32, 64)),
         (random(0, 64), random(32, 64)),
         (random(64, 4).t(), random(32, 64)),
         (random(4, 64, dtype=torch.float32), random(32, 64, dtype=torch.float32)),

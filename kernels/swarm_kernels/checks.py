@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -47,13 +49,38 @@ def check_select(query: Tensor, cache: LayerCache, table: Tensor, lengths: Tenso
         raise ValueError(f"lists of {width} pages have no room for the {RESERVED_PAGES} reserved ones")
 
 
-def _check_batch(query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor) -> None:
-    batch, heads, head_size = query.shape
+def check_prompts(query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, window: int) -> None:
+    """Raises ValueError when the arguments do not fit together."""
+    _check_heads(query, cache)
+    chunks = len(starts)
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != chunks or (table.shape[1] > 1 and table.stride(1) != 1):
+        raise ValueError(f"the page table is {tuple(table.shape)} {table.dtype}; expected ({chunks}, pages) int32, contiguous rows")
+    if any(part.dtype != torch.int32 or not part.is_contiguous() for part in (bounds, starts)) or bounds.shape != (chunks + 1,):
+        raise ValueError(f"bounds are {tuple(bounds.shape)} {bounds.dtype}, starts {starts.dtype}; expected ({chunks + 1},), both int32")
+    if window < 0:
+        raise ValueError(f"window is {window}; 0 means none, a positive number the tokens that are visible")
+    limits = bounds.tolist()
+    if limits[0] != 0 or limits[-1] != len(query) or any(first >= last for first, last in pairwise(limits)):
+        raise ValueError(f"bounds are {limits}; expected ascending numbers from 0 to the {len(query)} tokens")
+    if bool((starts < 0).any()):
+        raise ValueError(f"starts are {starts.tolist()}; a chunk begins at token 0 of its sequence at the earliest")
+    longest = max(start + last - first for start, first, last in zip(starts.tolist(), limits[:-1], limits[1:], strict=True))
+    if longest > table.shape[1] * cache.page_size:
+        raise ValueError(f"a sequence of {longest} tokens does not fit into the {table.shape[1]} pages of its row")
+
+
+def _check_heads(query: Tensor, cache: LayerCache) -> None:
+    _, heads, head_size = query.shape
     kv_heads = cache.keys.shape[1]
     if heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
         raise ValueError(f"{heads} query heads over {kv_heads} KV heads: a group has 1 to {MAX_GROUP} query heads")
     if head_size != cache.keys.shape[3] or query.stride(2) != 1:
         raise ValueError(f"query heads of {head_size}, cached heads of {cache.keys.shape[3]}: they must agree and be contiguous")
+
+
+def _check_batch(query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor) -> None:
+    _check_heads(query, cache)
+    batch = len(query)
     if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != batch or (table.shape[1] > 1 and table.stride(1) != 1):
         raise ValueError(f"the page table is {tuple(table.shape)} {table.dtype}; expected ({batch}, pages) int32, contiguous rows")
     if lengths.dtype != torch.int32 or lengths.shape != (batch,) or not lengths.is_contiguous():

@@ -132,6 +132,11 @@ class Kernels(Protocol):
         query (B, query heads, head size); keys, values (B, KV heads, head size). Returns (B, query heads, head size).
         """
 
+    def attend_prompts(
+        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
+    ) -> Tensor:
+        """Attention of prefill, see `prompt/naive.py`."""
+
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """Residual sum and RMS norm, see `elementwise/naive.py`."""
 
@@ -139,13 +144,13 @@ class Kernels(Protocol):
         """The middle of a gated MLP, see `elementwise/naive.py`."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer of few rows, see `linear/naive.py`. A row's result does not depend on the others where it is our own kernel."""
+        """A linear layer, see `linear/naive.py`. A row's result does not depend on the others where it is our own kernel."""
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """One token a row and its log-probability, see `sampling/naive.py`."""
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> Stack | None:
-        """All layers at once, with the results of the single kernels (of its own linear layers: `linear` leaves many rows to torch); None
+        """All layers at once, with the results of the single kernels; None
         where this backend has it not, or not for such weights. It is good for as long as the weights stay where they are; what is written
         into them is seen."""
 

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from swarm_kernels.checks import check_cache, check_prompts
 from swarm_kernels.elementwise import naive as elementwise
 from swarm_kernels.interface import LayerWeights, NormWeight
+from swarm_kernels.layout import LayerCache
 from swarm_kernels.linear import naive as linear
+from swarm_kernels.prompt import naive as prompt
 from swarm_kernels.sampling import naive as sampling
 
 
@@ -23,6 +26,13 @@ class PlainLayers:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear.linear(x, weight, bias)
+
+    def attend_prompts(
+        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
+    ) -> Tensor:
+        check_cache(cache, query.dtype)
+        check_prompts(query, cache, table, bounds, starts, window)
+        return prompt.attend_prompts(query, cache, table, bounds, starts, scale=scale, window=window)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return sampling.draw(logits, uniforms, temperature)

@@ -1,7 +1,7 @@
 """Walk the policy's own modules over the paged cache: dense prefill of many sequences at once, and one token a sequence.
 
 Weights are read where the policy has them, so an update needs no hand-over, and whatever wraps a linear layer (an adapter, a hook) is
-called and takes part. Attention, rotation, cache writes, norms and plain linear layers of few rows are kernels of ours.
+called and takes part. Attention, rotation, cache writes, norms and plain linear layers are kernels of ours.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from numpy.typing import NDArray
 from swarm_kernels.interface import DecodeStep, Kernels, LayerWeights, LinearWeight, NormWeight, Stack
-from swarm_kernels.layout import RESERVED_PAGES, LayerCache, gather
+from swarm_kernels.layout import RESERVED_PAGES
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rollout_adapter import RolloutAdapter
@@ -74,8 +74,9 @@ class ModelRunner:
         ids = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks])).to(self.device)
         positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
         slots = torch.cat([cache.slots(chunk.sequence, chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
-        spans = [_Span(chunk, cache) for chunk in chunks]
-        bounds = np.cumsum([0] + [len(chunk.tokens) for chunk in chunks])
+        table = pad_sequence([cache.row(chunk.sequence) for chunk in chunks], batch_first=True)
+        bounds = torch.tensor([0, *accumulate(len(chunk.tokens) for chunk in chunks)], dtype=torch.int32)
+        starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32)
         with self._adapted():
             hidden = self.anatomy.embedding(ids)
             cosines, sines = self._angles(hidden, torch.from_numpy(positions).to(self.device))
@@ -85,13 +86,10 @@ class ModelRunner:
                 query, keys, values = self._project(layer, normed)
                 angles = {"query": query, "cosines": cosines, "sines": sines} if layer.rotary else {}
                 self.kernels.append(keys, values, slots, layer_cache, **angles)
-                parts = [
-                    span.attend(query[first:last], layer_cache, layer)
-                    for span, first, last in zip(spans, bounds[:-1], bounds[1:], strict=True)
-                ]
-                hidden, delta = self._finish(layer, hidden, torch.cat(parts))
+                attended = self.kernels.attend_prompts(query, layer_cache, table, bounds, starts, scale=layer.scale, window=layer.window)
+                hidden, delta = self._finish(layer, hidden, attended)
             assert delta is not None
-            last = torch.from_numpy(bounds[1:] - 1).to(self.device)
+            last = (bounds[1:] - 1).to(self.device)
             return self._norm(self.anatomy.norm, hidden[last], delta[last])[1]
 
     def decode(self, tokens: Tensor, positions: NDArray[np.int64], batch: Batch, cache: PagedCache, budgets: NDArray[np.int32]) -> Tensor:
@@ -221,34 +219,3 @@ def _plain_weights(layer: Layer, index: int) -> LayerWeights | None:
 def _selects(layer: Layer, index: int) -> bool:
     """Whether a layer reads a selection of the pages in a sparse step."""
     return index >= DENSE_LAYERS and not layer.window
-
-
-class _Span:
-    """Where one chunk's sequence lies, and who sees whom in it."""
-
-    def __init__(self, chunk: Chunk, cache: PagedCache) -> None:
-        self._start = chunk.start
-        self._length = chunk.start + len(chunk.tokens)
-        self._pages = cache.row(chunk.sequence)
-
-    def attend(self, query: Tensor, cache: LayerCache, layer: Layer) -> Tensor:
-        """Dense causal attention of a chunk's rotated query (T, query heads, head size) over everything up to it."""
-        keys, values = gather(cache, self._pages, self._length)
-        causal = self._start == 0 and (not layer.window or self._length <= layer.window)
-        out = functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=None if causal else self._mask(layer.window, query.device),
-            is_causal=causal,
-            scale=layer.scale,
-            enable_gqa=True,
-        )
-        return out[0].transpose(0, 1)
-
-    def _mask(self, window: int, device: torch.device) -> Tensor:
-        """(T, length) bool: what each token of the chunk sees."""
-        rows = torch.arange(self._start, self._length, device=device)[:, None]
-        columns = torch.arange(self._length, device=device)
-        seen = columns <= rows
-        return seen & (columns > rows - window) if window else seen

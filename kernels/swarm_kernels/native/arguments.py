@@ -98,6 +98,17 @@ class DrawArguments(ctypes.Structure):
     ]
 
 
+class PromptArguments(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "query keys values bounds starts table out",
+            "query_token query_head page_stride head_stride table_sequence out_token out_head",
+            "chunks kv_heads group head_size page_size window threads",
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
 STRUCTURES = (
     AppendArguments,
     SelectArguments,
@@ -110,4 +121,5 @@ STRUCTURES = (
     LayerArguments,
     StackArguments,
     DrawArguments,
+    PromptArguments,
 )

@@ -21,6 +21,8 @@ SOURCES = (
     "linear.h",
     "logprob.h",
     "matrix.h",
+    "panel.h",
+    "prompt.h",
     "selection.h",
     "stack.h",
     "vectors.h",

@@ -8,7 +8,7 @@ from torch import Tensor
 from swarm_kernels.checks import check_attend, check_cache, check_select
 from swarm_kernels.interface import DecodeStep
 from swarm_kernels.layout import LayerCache
-from swarm_kernels.native.arguments import DTYPE_CODES, AppendArguments, AttendArguments, DecodeArguments, SelectArguments
+from swarm_kernels.native.arguments import DTYPE_CODES, AppendArguments, AttendArguments, DecodeArguments, PromptArguments, SelectArguments
 
 TASKS_A_THREAD = 4
 """Splits are added until every thread has this many (sequence, KV head, split) tasks, so that uneven lengths still balance."""
@@ -115,6 +115,18 @@ def fill_attend(
         fill_pages(a, pages)
     a.group, a.head_size, a.page_size = query.shape[1] // a.kv_heads, query.shape[2], cache.page_size
     a.dtype, a.threads = DTYPE_CODES[query.dtype], torch.get_num_threads()
+
+
+def fill_prompts(a: PromptArguments, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, out: Tensor) -> None:
+    a.query, a.keys, a.values, a.out = query.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), out.data_ptr()
+    a.bounds, a.starts, a.table = bounds.data_ptr(), starts.data_ptr(), table.data_ptr()
+    a.query_token, a.query_head = query.stride()[:2]
+    a.out_token, a.out_head = out.stride()[:2]
+    a.page_stride, a.head_stride = cache.keys.stride()[:2]
+    a.table_sequence = table.stride(0)
+    a.chunks, a.kv_heads = len(starts), cache.keys.shape[1]
+    a.group, a.head_size, a.page_size = query.shape[1] // a.kv_heads, query.shape[2], cache.page_size
+    a.threads = torch.get_num_threads()
 
 
 def fill_pages(a: AttendArguments, pages: Tensor) -> None:

@@ -6,6 +6,8 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "logprob.h"
+#include "panel.h"
+#include "prompt.h"
 #include "selection.h"
 #include "stack.h"
 
@@ -57,7 +59,16 @@ void swarm_gate(const GateArguments* a) {
 
 void swarm_linear(const LinearArguments* a) {
 #pragma omp parallel num_threads(a->threads)
-    linear::run(*a);
+    if (a->packed)
+        linear::run(*a);
+    else
+        panel::run(*a, a->threads);
+}
+
+// Prefill's attention.
+void swarm_attend_prompts(const PromptArguments* a) {
+#pragma omp parallel num_threads(a->threads)
+    prompt::run(*a);
 }
 
 // All layers of a decode step.
@@ -67,7 +78,7 @@ void swarm_stack(const StackArguments* a) {
     stack::run(*a, taken.data());
 }
 
-// Whether `swarm_linear` and `swarm_stack` do anything: they need the matrix unit.
+// Whether `swarm_linear`, `swarm_attend_prompts` and `swarm_stack` do anything: they need the matrix unit.
 int32_t swarm_has_linear() { return linear::available(); }
 
 void swarm_logprob_forward(const LogprobArguments* a) {
@@ -96,7 +107,8 @@ uint64_t swarm_read(const uint64_t* words, int64_t count, int32_t threads) {
 // Sizes of the argument structures, so that the caller can tell that both sides agree on them.
 int32_t swarm_argument_bytes(int32_t which) {
     const size_t sizes[] = {sizeof(AppendArguments), sizeof(SelectArguments), sizeof(AttendArguments), sizeof(DecodeArguments), sizeof(LogprobArguments),
-                            sizeof(NormArguments), sizeof(GateArguments), sizeof(LinearArguments), sizeof(LayerArguments), sizeof(StackArguments), sizeof(DrawArguments)};
+                            sizeof(NormArguments), sizeof(GateArguments), sizeof(LinearArguments), sizeof(LayerArguments), sizeof(StackArguments), sizeof(DrawArguments),
+                            sizeof(PromptArguments)};
     return static_cast<int32_t>(sizes[which]);
 }
 

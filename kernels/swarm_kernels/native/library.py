@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm_kernels.checks import check_attend, check_cache, check_select
+from swarm_kernels.checks import check_attend, check_cache, check_prompts, check_select
 from swarm_kernels.elementwise import naive
 from swarm_kernels.interface import DecodeStep, LayerWeights, NormWeight
 from swarm_kernels.layout import LayerCache
@@ -25,15 +25,27 @@ from swarm_kernels.native.arguments import (
     LogprobArguments,
     NormArguments,
     Product,
+    PromptArguments,
     SelectArguments,
 )
 from swarm_kernels.native.build import BuildError, build
-from swarm_kernels.native.fill import choose_splits, fill_append, fill_attend, fill_decode, fill_select, packed_rows, partial_sums, pointer
+from swarm_kernels.native.fill import (
+    choose_splits,
+    fill_append,
+    fill_attend,
+    fill_decode,
+    fill_prompts,
+    fill_select,
+    packed_rows,
+    partial_sums,
+    pointer,
+)
 from swarm_kernels.native.stack import WIDTH, NativeStack, fits
+from swarm_kernels.prompt import naive as prompt_naive
 from swarm_kernels.sampling import naive as sampling_naive
 
-LINEAR_ROWS = 256
-"""Rows up to which our linear layer is faster than torch's."""
+FEW_ROWS = 256
+"""Of a linear layer: up to so many rows, packing them is cheaper than packing the weights."""
 
 
 def load_library(march: str = "native") -> ctypes.CDLL:
@@ -111,6 +123,19 @@ class NativeKernels:
         self.library.swarm_attend(ctypes.byref(arguments))
         return out, lse
 
+    def attend_prompts(
+        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
+    ) -> Tensor:
+        check_cache(cache, query.dtype)
+        check_prompts(query, cache, table, bounds, starts, window)
+        if not self._has_linear or query.dtype != torch.bfloat16:
+            return prompt_naive.attend_prompts(query, cache, table, bounds, starts, scale=scale, window=window)
+        arguments, out = PromptArguments(), torch.empty(query.shape, dtype=query.dtype)
+        fill_prompts(arguments, query, cache, table, bounds, starts, out)
+        arguments.scale, arguments.window = scale, window
+        self.library.swarm_attend_prompts(ctypes.byref(arguments))
+        return out
+
     def decode_layer(
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
@@ -171,15 +196,15 @@ class NativeKernels:
         rows, (outputs, inputs) = len(x), weight.shape
         parts = (x, weight) if bias is None else (x, weight, bias)
         matching = x.shape == (rows, inputs) and (bias is None or bias.shape == (outputs,))  # else torch says what is wrong
-        fits = matching and 0 < rows <= LINEAR_ROWS and inputs % WIDTH == 0 and outputs % WIDTH == 0
+        fits = matching and rows > 0 and inputs % WIDTH == 0 and outputs % WIDTH == 0
         if not (self._has_linear and fits and all(part.is_contiguous() and part.dtype == torch.bfloat16 for part in parts)):
             return linear_naive.linear(x, weight, bias)
         out = torch.empty(rows, outputs, dtype=torch.bfloat16)
-        packed = packed_rows(rows, inputs)
+        packed = packed_rows(rows, inputs) if rows <= FEW_ROWS else None
         arguments = LinearArguments(
             Product(weight.data_ptr(), pointer(bias), out.data_ptr(), outputs),
             x.data_ptr(),
-            packed.data_ptr(),
+            pointer(packed),
             rows,
             inputs,
             torch.get_num_threads(),

@@ -16,7 +16,7 @@ struct Product {  // mirrored by native/arguments.py
 struct LinearArguments {  // mirrored by native/arguments.py
     Product product;
     const void* input;  // (rows, inputs), contiguous
-    void* packed;       // room for the rows, see native/fill.py
+    void* packed;       // room for the rows, see native/fill.py; null: many rows, see panel.h
     int32_t rows, inputs, threads;
 };
 
