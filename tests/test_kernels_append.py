@@ -67,15 +67,17 @@ def test_a_centroid_is_the_mean_of_its_page_and_only_complete_pages_get_one(kern
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_decode_layer_equals_append_select_attend(kernels: Kernels, dtype: torch.dtype, sparse: bool) -> None:
-    case = make_case(lengths=(1, 16, 33, 400), group=3, dtype=dtype)
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_a_decode_layer_equals_append_select_attend(kernels: Kernels, dtype: torch.dtype, sparse: bool, splits: int) -> None:
+    """Of 48 tokens the last completes its page; of 270 the last page is a split by itself."""
+    case = make_case(lengths=(1, 48, 33, 400, 270), group=3, dtype=dtype)
     slots = torch.tensor([int(case.table[b, (n - 1) // 16]) * 16 + (n - 1) % 16 for b, n in enumerate(case.lengths.tolist())])
-    budgets = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    budgets = torch.tensor([1, 2, 3, 4, 4], dtype=torch.int32)
     reference = LayerCache(case.cache.keys.clone(), case.cache.values.clone(), case.cache.centroids.clone())
     step: DecodeStep | None = None
     for layer in range(2):  # the second layer runs on what the first prepared
-        keys, values, query, cosines, sines = new_tokens(4, dtype)
-        step = step or DecodeStep(case.table, case.lengths, slots, case.scale, 2, cosines, sines, budgets, list_width=7)
+        keys, values, query, cosines, sines = new_tokens(5, dtype)
+        step = step or DecodeStep(case.table, case.lengths, slots, case.scale, splits, cosines, sines, budgets, list_width=7)
         query, other = query + layer, query + layer
         out = kernels.decode_layer(step, case.cache, query, keys, values, sparse=sparse, window=0 if layer else 50)
         naive.append(keys, values, slots, reference, query=other, cosines=cosines, sines=sines)
@@ -83,6 +85,9 @@ def test_a_decode_layer_equals_append_select_attend(kernels: Kernels, dtype: tor
         expected = attend(other, reference, case.table, case.lengths, scale=case.scale, pages=pages, window=0 if layer else 50)
         assert_same((out, expected[1]), expected)
         torch.testing.assert_close(query, other, atol=1e-6, rtol=0)
+        for part, other_part in ((case.cache.keys, reference.keys), (case.cache.values, reference.values)):
+            torch.testing.assert_close(part, other_part, atol=1e-6, rtol=0, equal_nan=True)
+        torch.testing.assert_close(case.cache.centroids, reference.centroids, atol=1e-6, rtol=1e-2, equal_nan=True)
 
 
 def test_gather_returns_a_sequence_in_token_order_and_copies_are_whole_pages() -> None:

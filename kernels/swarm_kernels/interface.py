@@ -20,7 +20,8 @@ class DecodeStep:
     lengths: Tensor
     """(B,) int32: tokens of each sequence, the new one included; 0 marks a padded row."""
     slots: Tensor
-    """(B,) int64: where the new token goes, physical page * page size + offset; -1 for a padded row."""
+    """(B,) int64: where the new token goes, physical page * page size + offset; -1 for a padded row. The page belongs to its sequence alone:
+    it is written while others read theirs."""
     scale: float
     """Factor of the attention scores, usually head size ** -0.5."""
     splits: int | None = None

@@ -33,58 +33,73 @@ INLINE void rotate(const T* from, T* to, const T* cosine, const T* sine, int siz
     }
 }
 
+// The angles of a token; null where nothing is rotated.
 template <typename T>
-void write_token(const AppendArguments& a, int token) {
-    const int64_t slot = a.slots[token], size = a.head_size;
-    const T* cosine = static_cast<const T*>(a.cosines) + (a.cosines ? token * a.angle_token : 0);
-    const T* sine = static_cast<const T*>(a.sines) + (a.sines ? token * a.angle_token : 0);
-    if (a.query && a.cosines)
-        for (int h = 0; h < a.query_heads; ++h) {
-            T* query = static_cast<T*>(a.query) + token * a.query_token + h * a.query_head;
-            rotate(query, query, cosine, sine, a.head_size);
-        }
-    if (slot < 0) return;
-    const int64_t at = slot / a.page_size * a.page_stride + slot % a.page_size * size;
-    for (int h = 0; h < a.kv_heads; ++h) {
-        const T* key = static_cast<const T*>(a.keys) + token * a.key_token + h * a.key_head;
-        const T* value = static_cast<const T*>(a.values) + token * a.value_token + h * a.value_head;
-        T* to = static_cast<T*>(a.cache_keys) + at + h * a.head_stride;
-        if (a.cosines)
-            rotate(key, to, cosine, sine, a.head_size);
-        else
-            std::memcpy(to, key, size * sizeof(T));
-        std::memcpy(static_cast<T*>(a.cache_values) + at + h * a.head_stride, value, size * sizeof(T));
+INLINE const T* angles(const AppendArguments& a, const void* all, int token) {
+    return all ? static_cast<const T*>(all) + token * a.angle_token : nullptr;
+}
+
+template <typename T>
+void rotate_query(const AppendArguments& a, int token) {
+    if (!a.query || !a.cosines) return;
+    for (int h = 0; h < a.query_heads; ++h) {
+        T* query = static_cast<T*>(a.query) + token * a.query_token + h * a.query_head;
+        rotate(query, query, angles<T>(a, a.cosines, token), angles<T>(a, a.sines, token), a.head_size);
     }
 }
 
 template <typename T>
-void write_centroid(const AppendArguments& a, int token) {
+void write_token(const AppendArguments& a, int token, int head) {
+    const int64_t slot = a.slots[token], size = a.head_size;
+    if (slot < 0) return;
+    const int64_t at = slot / a.page_size * a.page_stride + head * a.head_stride + slot % a.page_size * size;
+    const T* key = static_cast<const T*>(a.keys) + token * a.key_token + head * a.key_head;
+    const T* value = static_cast<const T*>(a.values) + token * a.value_token + head * a.value_head;
+    T* to = static_cast<T*>(a.cache_keys) + at;
+    if (a.cosines)
+        rotate(key, to, angles<T>(a, a.cosines, token), angles<T>(a, a.sines, token), a.head_size);
+    else
+        std::memcpy(to, key, size * sizeof(T));
+    std::memcpy(static_cast<T*>(a.cache_values) + at, value, size * sizeof(T));
+}
+
+// Where the token is the last of its page.
+template <typename T>
+void write_centroid(const AppendArguments& a, int token, int head) {
     const int64_t slot = a.slots[token], size = a.head_size;
     if (slot < 0 || slot % a.page_size != a.page_size - 1) return;
     const int64_t page = slot / a.page_size;
-    for (int h = 0; h < a.kv_heads; ++h) {
-        const T* keys = static_cast<const T*>(a.cache_keys) + page * a.page_stride + h * a.head_stride;
-        T* centroid = static_cast<T*>(a.centroids) + page * a.centroid_page + h * a.centroid_head;
-        for (int64_t d = 0; d < size; d += 32) {
-            Vec even = Vec{}, odd = Vec{};
-            for (int t = 0; t < a.page_size; ++t) {
-                Vec x, y;
-                load_pair(keys + t * size + d, x, y);
-                even += x;
-                odd += y;
-            }
-            const float share = 1.0f / static_cast<float>(a.page_size);
-            store_pair(centroid + d, even * share, odd * share);
+    const T* keys = static_cast<const T*>(a.cache_keys) + page * a.page_stride + head * a.head_stride;
+    T* centroid = static_cast<T*>(a.centroids) + page * a.centroid_page + head * a.centroid_head;
+    for (int64_t d = 0; d < size; d += 32) {
+        Vec even = Vec{}, odd = Vec{};
+        for (int t = 0; t < a.page_size; ++t) {
+            Vec x, y;
+            load_pair(keys + t * size + d, x, y);
+            even += x;
+            odd += y;
         }
+        const float share = 1.0f / static_cast<float>(a.page_size);
+        store_pair(centroid + d, even * share, odd * share);
     }
+}
+
+// These are called by every thread of a team.
+template <typename T>
+void rotate_queries(const AppendArguments& a) {
+#pragma omp for schedule(static)
+    for (int token = 0; token < a.tokens; ++token) rotate_query<T>(a, token);
 }
 
 template <typename T>
 void append(const AppendArguments& a) {
+    rotate_queries<T>(a);
 #pragma omp for schedule(static)
-    for (int token = 0; token < a.tokens; ++token) write_token<T>(a, token);
+    for (int token = 0; token < a.tokens; ++token)
+        for (int head = 0; head < a.kv_heads; ++head) write_token<T>(a, token, head);
 #pragma omp for schedule(static)
-    for (int token = 0; token < a.tokens; ++token) write_centroid<T>(a, token);
+    for (int token = 0; token < a.tokens; ++token)
+        for (int head = 0; head < a.kv_heads; ++head) write_centroid<T>(a, token, head);
 }
 
 }  // namespace append

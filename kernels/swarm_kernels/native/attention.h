@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "append.h"
 #include "matrix.h"
 #include "vectors.h"
 
@@ -61,6 +62,7 @@ struct Rows {  // what one (sequence, KV head) carries through its tiles
 template <typename T>
 struct Task {  // one split of one (sequence, KV head)
     int number;
+    bool last;  // whether the sequence's last page is in it
     std::vector<Tile<T>> tiles;
 };
 
@@ -258,12 +260,14 @@ void take(const AttendArguments& a, int& taken, Task<T>& task) {
         while (entries > 0 && list[entries - 1] < 0) --entries;
     }
     const int share = std::max((entries + a.splits - 1) / a.splits, MIN_SPLIT_PAGES);
+    task.last = entries > 0 && split == (entries - 1) / share;
     list_tiles<T, D>(a, sequence, head, split * share, std::min((split + 1) * share, entries), task.tiles);
 }
 
-// `next` are the tiles of the task that follows: pages lie anywhere, and a short task's own would come too late.
+// `next` are the tiles of the task that follows: pages lie anywhere, and a short task's own would come too late. The new token is written
+// right before it is read: a first touch of memory that was left alone for a while is slow, least so where a stream of reads leads up to it.
 template <typename T, int D>
-void attend_split(const AttendArguments& a, const Task<T>& task, const std::vector<Tile<T>>& next, Rows<T>& rows) {
+void attend_split(const AttendArguments& a, const Task<T>& task, const std::vector<Tile<T>>& next, const AppendArguments* fresh, Rows<T>& rows) {
     int sequence, head, split;
     place(a, task.number, sequence, head, split);
     rows.group = a.group;
@@ -286,6 +290,10 @@ void attend_split(const AttendArguments& a, const Task<T>& task, const std::vect
     const int count = static_cast<int>(task.tiles.size());
     for (int t = 0; t < count; t += BLOCK) {
         const bool last = t + BLOCK >= count;
+        if (last && task.last && fresh) {
+            append::write_token<T>(*fresh, sequence, head);
+            append::write_centroid<T>(*fresh, sequence, head);
+        }
         const int here = last ? count - t : BLOCK, left = last ? static_cast<int>(next.size()) : count - t - here;
         attend_block<T, D>(rows, {task.tiles.data() + t, here, last ? next.data() : task.tiles.data() + t + BLOCK, std::min(BLOCK, left)});
     }
@@ -320,7 +328,7 @@ void merge_splits(const AttendArguments& a, int sequence, int head) {
 }
 
 template <typename T, int D>
-void attend(const AttendArguments& a, int& taken) {
+void attend(const AttendArguments& a, int& taken, const AppendArguments* fresh) {
     const int pairs = a.batch * a.kv_heads, tasks = pairs * a.splits;
     Rows<T> rows;
     Task<T> task, next;
@@ -331,7 +339,7 @@ void attend(const AttendArguments& a, int& taken) {
     take<T, D>(a, taken, task);
     while (task.number < tasks) {
         take<T, D>(a, taken, next);
-        attend_split<T, D>(a, task, next.tiles, rows);
+        attend_split<T, D>(a, task, next.tiles, fresh, rows);
         std::swap(task, next);
     }
 #pragma omp barrier
@@ -345,14 +353,15 @@ void attend(const AttendArguments& a, int& taken) {
 #endif
 }
 
-// `taken` is the team's count of tasks that somebody works on: 0 at the start, and not used again.
+// `taken` is the team's count of tasks that somebody works on: 0 at the start, and not used again. `fresh` are the last tokens of the
+// sequences, if they are still to be written; lists must have their pages last.
 template <typename T>
-void attend(const AttendArguments& a, int& taken) {
+void attend(const AttendArguments& a, int& taken, const AppendArguments* fresh = nullptr) {
     switch (a.head_size) {
-        case 32: return attend<T, 32>(a, taken);
-        case 64: return attend<T, 64>(a, taken);
-        case 96: return attend<T, 96>(a, taken);
-        case 128: return attend<T, 128>(a, taken);
+        case 32: return attend<T, 32>(a, taken, fresh);
+        case 64: return attend<T, 64>(a, taken, fresh);
+        case 96: return attend<T, 96>(a, taken, fresh);
+        case 128: return attend<T, 128>(a, taken, fresh);
     }
 }
 

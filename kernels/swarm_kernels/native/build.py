@@ -16,6 +16,7 @@ SOURCES = (
     "kernels.cpp",
     "append.h",
     "attention.h",
+    "decode.h",
     "draw.h",
     "elementwise.h",
     "linear.h",

@@ -2,6 +2,7 @@
 // Teams of threads are formed here and nowhere else: what the headers define is called by every thread of a team.
 #include "append.h"
 #include "attention.h"
+#include "decode.h"
 #include "draw.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -42,9 +43,9 @@ void swarm_attend(const AttendArguments* a) {
 
 // One layer of one decode step in one call.
 void swarm_decode(const DecodeArguments* a) {
-    swarm_append(&a->append);
-    if (a->sparse) swarm_select(&a->select);
-    swarm_attend(&a->attend);
+    int taken = 0;
+#pragma omp parallel num_threads(a->attend.threads)
+    FOR_DTYPE(a->attend.dtype, decode::run, taken)
 }
 
 void swarm_norm(const NormArguments* a) {

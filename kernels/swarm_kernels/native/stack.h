@@ -1,18 +1,9 @@
 // All layers of a model over one decode step, in one call: some twenty kernels a layer without a return to the interpreter in between.
 #pragma once
 
-#include "append.h"
-#include "attention.h"
+#include "decode.h"
 #include "elementwise.h"
 #include "linear.h"
-#include "selection.h"
-
-struct DecodeArguments {  // mirrored by native/arguments.py
-    AppendArguments append;
-    SelectArguments select;
-    AttendArguments attend;
-    int32_t sparse;
-};
 
 struct NormWeight {  // mirrored by native/arguments.py
     const void* weight;  // null: there is no such norm
@@ -60,25 +51,19 @@ inline linear::Packed pack(const StackArguments& s, const void* input, int input
 }
 
 inline void attend(const StackArguments& s, const LayerArguments& layer, int& taken) {
-    AppendArguments append = s.step.append;
-    SelectArguments select = s.step.select;
-    AttendArguments attend = s.step.attend;
-    append.cache_keys = layer.cache_keys;
-    append.cache_values = layer.cache_values;
-    append.centroids = layer.centroids;
-    if (!layer.rotary) append.cosines = append.sines = nullptr;
-    append::append<bfloat>(append);
-    if (s.step.sparse && layer.sparse) {
-        select.centroids = layer.centroids;
-        selection::select<bfloat>(select);
-    } else {
-        attend.pages = nullptr;
-    }
-    attend.keys = layer.cache_keys;
-    attend.values = layer.cache_values;
-    attend.scale = layer.scale;
-    attend.window = layer.window;
-    attention::attend<bfloat>(attend, taken);
+    DecodeArguments step = s.step;
+    step.append.cache_keys = layer.cache_keys;
+    step.append.cache_values = layer.cache_values;
+    step.append.centroids = layer.centroids;
+    step.select.centroids = layer.centroids;
+    if (!layer.rotary) step.append.cosines = step.append.sines = nullptr;
+    step.sparse = s.step.sparse && layer.sparse;
+    if (!step.sparse) step.attend.pages = nullptr;
+    step.attend.keys = layer.cache_keys;
+    step.attend.values = layer.cache_values;
+    step.attend.scale = layer.scale;
+    step.attend.window = layer.window;
+    decode::run<bfloat>(step, taken);
 }
 
 // `taken`: as many zeros as there are layers, see `attention::attend`.
