@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from policies import family_model, random_policy
-from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight
+from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight, PromptStep
 from swarm_kernels.layout import PageLayout, allocate
 from swarm_kernels.native.library import NativeKernels
 from swarm_kernels.native.stack import fits
@@ -46,7 +46,7 @@ def bfloat_policy(family: str, **changes: Any) -> Policy:
 
 def generate(engine: SparseEngine) -> Rollout:
     draws = np.random.default_rng(0)
-    requests = [GroupRequest(draws.integers(4, 64, length).astype(np.int32), size, length) for length, size in ((150, 3), (9, 4), (64, 17))]
+    requests = [GroupRequest(draws.integers(4, 64, length).astype(np.int32), size, length) for length, size in ((300, 3), (9, 4), (64, 17))]
     return engine.generate(requests, seed=1, temperature=1.0, max_new_tokens=40)
 
 
@@ -176,6 +176,13 @@ def test_what_does_not_fit_the_stack_is_refused_before_anything_is_read() -> Non
         stack.decode(step, caches, random(1, WIDTH + 32))
     with pytest.raises(ValueError, match="hidden states"):
         stack.decode(step, caches, random(1, WIDTH).float())
+    bounds, start = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    prompt = PromptStep(table, bounds, start, torch.arange(3), random(3, SIZE), random(3, SIZE))
+    assert stack.prefill(prompt, caches, random(3, WIDTH)).shape == (3, WIDTH)
+    with pytest.raises(ValueError, match=r"bounds are \[0, 3\]; expected ascending numbers from 0 to the 2 tokens"):
+        stack.prefill(prompt, caches, random(2, WIDTH))
+    with pytest.raises(ValueError, match="18 tokens does not fit into the 1 pages"):
+        stack.prefill(replace(prompt, starts=start + 15), caches, random(3, WIDTH))
     with pytest.raises(ValueError, match="2 layers"):
         stack.decode(step, allocate(PageLayout(2, 4, KV_HEADS, SIZE)), random(1, WIDTH))
     with pytest.raises(ValueError, match="layers of a cache"):

@@ -20,8 +20,8 @@ class DecodeStep:
     lengths: Tensor
     """(B,) int32: tokens of each sequence, the new one included; 0 marks a padded row."""
     slots: Tensor
-    """(B,) int64: where the new token goes, physical page * page size + offset; -1 for a padded row. The page belongs to its sequence alone:
-    it is written while others read theirs."""
+    """(B,) int64: where the new token goes, physical page * page size + offset; -1 for a padded row. No other
+    sequence may read this page: it is written while others read theirs."""
     scale: float
     """Factor of the attention scores, usually head size ** -0.5."""
     splits: int | None = None
@@ -80,8 +80,29 @@ class LayerWeights:
     """Whether it reads a selection of the pages when the step has budgets."""
 
 
+@dataclass(frozen=True, eq=False)
+class PromptStep:
+    """What all layers share when consecutive tokens of several sequences are computed. N tokens in C chunks, one of a sequence each."""
+
+    table: Tensor
+    """(C, M) int32: the physical page of each page of each sequence."""
+    bounds: Tensor
+    """(C + 1,) int32 on the CPU, ascending from 0 to N: tokens [bounds[c], bounds[c + 1]) belong to chunk c."""
+    starts: Tensor
+    """(C,) int32 on the CPU: tokens of the sequence before its chunk, which are in the cache."""
+    slots: Tensor
+    """(N,) int64: where the tokens go, physical page * page size + offset."""
+    cosines: Tensor
+    """(N, head size), rotary angles, of the cache's type."""
+    sines: Tensor
+
+
 class Stack(Protocol):
     """All layers of a model and its final norm, over the weights as they lie."""
+
+    def prefill(self, step: PromptStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        """N > 0 tokens with dense causal attention: embeddings (N, H), which are overwritten, to hidden states after the final norm (N, H).
+        Scales and windows are those of each layer."""
 
     def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
         """One token of each of B sequences, B > 0: embeddings (B, H), which are overwritten, to hidden states after the final norm (B, H).

@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from swarm_kernels.interface import DecodeStep, Kernels, LayerWeights, LinearWeight, NormWeight, Stack
+from swarm_kernels.interface import DecodeStep, Kernels, LayerWeights, LinearWeight, NormWeight, PromptStep, Stack
 from swarm_kernels.layout import RESERVED_PAGES
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -77,9 +77,12 @@ class ModelRunner:
         table = pad_sequence([cache.row(chunk.sequence) for chunk in chunks], batch_first=True)
         bounds = torch.tensor([0, *accumulate(len(chunk.tokens) for chunk in chunks)], dtype=torch.int32)
         starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32)
+        last = (bounds[1:] - 1).to(self.device)
         with self._adapted():
             hidden = self.anatomy.embedding(ids)
             cosines, sines = self._angles(hidden, torch.from_numpy(positions).to(self.device))
+            if self._stack is not None and self.adapter is None:
+                return self._stack.prefill(PromptStep(table, bounds, starts, slots, cosines, sines), cache.layers, hidden)[last]
             delta: Tensor | None = None
             for layer, layer_cache in zip(self.anatomy.layers, cache.layers, strict=True):
                 hidden, normed = self._norm(layer.input_norm, hidden, delta)
@@ -89,7 +92,6 @@ class ModelRunner:
                 attended = self.kernels.attend_prompts(query, layer_cache, table, bounds, starts, scale=layer.scale, window=layer.window)
                 hidden, delta = self._finish(layer, hidden, attended)
             assert delta is not None
-            last = (bounds[1:] - 1).to(self.device)
             return self._norm(self.anatomy.norm, hidden[last], delta[last])[1]
 
     def decode(self, tokens: Tensor, positions: NDArray[np.int64], batch: Batch, cache: PagedCache, budgets: NDArray[np.int32]) -> Tensor:

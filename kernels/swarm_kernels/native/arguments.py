@@ -81,9 +81,21 @@ class LayerArguments(ctypes.Structure):
     ]
 
 
+class PromptArguments(ctypes.Structure):
+    _fields_ = [
+        *_fields(
+            "query keys values bounds starts table out",
+            "query_token query_head page_stride head_stride table_sequence out_token out_head",
+            "chunks kv_heads group head_size page_size window threads",
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
 class StackArguments(ctypes.Structure):
     _fields_ = [
         ("step", DecodeArguments),
+        ("prompt", PromptArguments),
         ("layers", ctypes.POINTER(LayerArguments)),
         ("final_norm", NormWeight),
         *_fields("hidden normed delta query keys values attended gates ups packed", "", "rows width inner count threads"),
@@ -95,17 +107,6 @@ class DrawArguments(ctypes.Structure):
         *_fields("logits uniforms ids logprobs", "row_stride", "dtype rows columns"),
         ("temperature", ctypes.c_float),
         ("threads", ctypes.c_int32),
-    ]
-
-
-class PromptArguments(ctypes.Structure):
-    _fields_ = [
-        *_fields(
-            "query keys values bounds starts table out",
-            "query_token query_head page_stride head_stride table_sequence out_token out_head",
-            "chunks kv_heads group head_size page_size window threads",
-        ),
-        ("scale", ctypes.c_float),
     ]
 
 

@@ -72,7 +72,7 @@ void swarm_attend_prompts(const PromptArguments* a) {
     prompt::run(*a);
 }
 
-// All layers of a decode step.
+// All layers of a decode step, or of prompts.
 void swarm_stack(const StackArguments* a) {
     std::vector<int> taken(a->count);
 #pragma omp parallel num_threads(a->threads)

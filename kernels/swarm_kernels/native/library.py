@@ -40,12 +40,9 @@ from swarm_kernels.native.fill import (
     partial_sums,
     pointer,
 )
-from swarm_kernels.native.stack import WIDTH, NativeStack, fits
+from swarm_kernels.native.stack import FEW_ROWS, WIDTH, NativeStack, fits
 from swarm_kernels.prompt import naive as prompt_naive
 from swarm_kernels.sampling import naive as sampling_naive
-
-FEW_ROWS = 256
-"""Of a linear layer: up to so many rows, packing them is cheaper than packing the weights."""
 
 
 def load_library(march: str = "native") -> ctypes.CDLL:

@@ -69,16 +69,18 @@ inline void multiply(const Product& product, int output, const bfloat* packed, c
     write(totals + 2, low, high, out + static_cast<int64_t>(TILE) * product.outputs + output, product.outputs);
 }
 
-// Called by every thread of a team. At least 32 rows.
+// Called by every thread of a team, which does not wait for the others at the end. At least 32 rows.
 inline void run(const LinearArguments& a, int threads) {
     const Product& product = a.product;
     const int blocks = product.outputs / BLOCK;
-    const int width = std::min(blocks_of(a.inputs), (blocks + threads - 1) / threads), panels = (blocks + width - 1) / width;
+    // As many panels for each thread, of as nearly the same width as can be.
+    const int needed = std::max(1, (blocks + blocks_of(a.inputs) - 1) / blocks_of(a.inputs)), wanted = (needed + threads - 1) / threads * threads;
+    const int width = (blocks + wanted - 1) / wanted, panels = (blocks + width - 1) / width;
     // Where there are fewer panels than threads, the rows are shared out too; each share has 32 at least.
     const int shares = std::max(1, std::min((threads + panels - 1) / panels, a.rows / (2 * BLOCK)));
     const std::unique_ptr<Line[]> packed(new Line[static_cast<int64_t>(width) * a.inputs]);
     matrix::configure<4, 5>(TILE);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int task = 0; task < panels * shares; ++task) {
         const int first = task / shares * width, count = std::min(width, blocks - first), share = task % shares;
         const int begin = static_cast<int>(static_cast<int64_t>(a.rows) * share / shares);

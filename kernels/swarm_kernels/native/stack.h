@@ -1,9 +1,11 @@
-// All layers of a model over one decode step, in one call: some twenty kernels a layer without a return to the interpreter in between.
+// All layers of a model over one decode step or some prompts, in one call: some twenty kernels a layer without a return to the interpreter.
 #pragma once
 
 #include "decode.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "panel.h"
+#include "prompt.h"
 
 struct NormWeight {  // mirrored by native/arguments.py
     const void* weight;  // null: there is no such norm
@@ -21,7 +23,8 @@ struct LayerArguments {  // mirrored by native/arguments.py
 };
 
 struct StackArguments {  // mirrored by native/arguments.py
-    DecodeArguments step;  // what layers share; a layer fills in the rest
+    DecodeArguments step;    // what layers share; a layer fills in the rest
+    PromptArguments prompt;  // without chunks: a decode step. With them, `append` alone of the step counts
     const LayerArguments* layers;
     NormWeight final_norm;
     void* hidden;  // in: embeddings, (rows, width); then the residual stream
@@ -33,7 +36,7 @@ struct StackArguments {  // mirrored by native/arguments.py
     void* attended;
     void* gates;   // (rows, inner width)
     void* ups;
-    void* packed;  // room for the rows of the widest input of a product, see native/fill.py
+    void* packed;  // room for the rows of the widest input of a product, see native/fill.py; null: many rows, see panel.h
     int32_t rows, width, inner, count, threads;
 };
 
@@ -44,10 +47,26 @@ inline void norm(const NormWeight& norm, void* hidden, const void* delta, void* 
     elementwise::norm<bfloat>({hidden, delta, norm.weight, hidden, out, BFLOAT16, rows, columns, 0, norm.epsilon});
 }
 
-inline linear::Packed pack(const StackArguments& s, const void* input, int inputs) {
+// Several products of the same input.
+template <int COUNT>
+void multiply(const StackArguments& s, const void* input, int inputs, const Product (&products)[COUNT]) {
+    if (!s.packed) {
+        for (const Product& product : products) panel::run({product, input, nullptr, s.rows, inputs, 0}, s.threads);
+#pragma omp barrier
+        return;
+    }
     const linear::Packed x = {static_cast<bfloat*>(s.packed), s.rows, inputs};
     linear::pack(input, x);
-    return x;
+    linear::multiply(x, products);
+}
+
+inline void attend_prompts(const StackArguments& s, const LayerArguments& layer) {
+    PromptArguments prompt = s.prompt;
+    prompt.keys = layer.cache_keys;
+    prompt.values = layer.cache_values;
+    prompt.scale = layer.scale;
+    prompt.window = layer.window;
+    prompt::run(prompt);
 }
 
 inline void attend(const StackArguments& s, const LayerArguments& layer, int& taken) {
@@ -57,6 +76,10 @@ inline void attend(const StackArguments& s, const LayerArguments& layer, int& ta
     step.append.centroids = layer.centroids;
     step.select.centroids = layer.centroids;
     if (!layer.rotary) step.append.cosines = step.append.sines = nullptr;
+    if (s.prompt.chunks) {
+        append::append<bfloat>(step.append);
+        return attend_prompts(s, layer);
+    }
     step.sparse = s.step.sparse && layer.sparse;
     if (!step.sparse) step.attend.pages = nullptr;
     step.attend.keys = layer.cache_keys;
@@ -72,17 +95,17 @@ inline void run(const StackArguments& s, int* taken) {
     for (int i = 0; i < s.count; ++i) {
         const LayerArguments& layer = s.layers[i];
         norm(layer.input_norm, s.hidden, i ? s.delta : nullptr, s.normed, s.rows, s.width);
-        linear::multiply(pack(s, s.normed, s.width), {layer.query, layer.key, layer.value});
+        multiply(s, s.normed, s.width, {layer.query, layer.key, layer.value});
         if (layer.query_norm.weight) {
             norm(layer.query_norm, s.query, nullptr, s.query, s.rows * heads, size);
             norm(layer.key_norm, s.keys, nullptr, s.keys, s.rows * kv_heads, size);
         }
         attend(s, layer, taken[i]);
-        linear::multiply(pack(s, s.attended, heads * size), {layer.output});
+        multiply(s, s.attended, heads * size, {layer.output});
         norm(layer.middle_norm, s.hidden, s.delta, s.normed, s.rows, s.width);
-        linear::multiply(pack(s, s.normed, s.width), {layer.gate, layer.up});
+        multiply(s, s.normed, s.width, {layer.gate, layer.up});
         elementwise::gate<bfloat>({s.gates, s.ups, s.gates, static_cast<int64_t>(s.rows) * s.inner, BFLOAT16, 0});
-        linear::multiply(pack(s, s.gates, s.inner), {layer.down});
+        multiply(s, s.gates, s.inner, {layer.down});
     }
     norm(s.final_norm, s.hidden, s.delta, s.normed, s.rows, s.width);
 }

@@ -1,4 +1,4 @@
-"""All layers of a decode step in one call into the compiled library, over the policy's weights as they lie."""
+"""All layers of a decode step, or of prompts, in one call into the compiled library, over the policy's weights as they lie."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight
+from swarm_kernels.checks import check_cache, check_prompts
+from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight, PromptStep
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.native import arguments as c
-from swarm_kernels.native.fill import fill_decode, packed_rows, pointer
+from swarm_kernels.native.fill import fill_append, fill_decode, fill_prompts, packed_rows, pointer
 
 WIDTH = 32
 """The kernels take inputs and outputs by so many."""
+
+
+FEW_ROWS = 256
+"""Of a linear layer: up to so many rows, packing them is cheaper than packing the weights."""
 
 
 class NativeStack:
@@ -22,33 +27,59 @@ class NativeStack:
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
         """The weights must fit, see `fits`; they are referred to, and must stay where they are."""
+        self._decode, self._prefill = _Call(library, layers, norm), _Call(library, layers, norm)
+
+    def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        call = self._decode
+        call.prepare(caches, hidden)
+        a = call.arguments
+        scratch = fill_decode(a.step, step, caches[0], call.query, call.keys, call.values)
+        a.step.attend.out = a.attended
+        a.step.sparse = step.budgets is not None
+        out = call.run(hidden)
+        del scratch  # lived until here
+        return out
+
+    def prefill(self, step: PromptStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        call, cache = self._prefill, caches[0]
+        call.prepare(caches, hidden)
+        check_cache(cache, hidden.dtype)
+        check_prompts(call.query, cache, step.table, step.bounds, step.starts, 0)
+        fill_append(call.arguments.step.append, call.keys, call.values, step.slots, cache, call.query, step.cosines, step.sines)
+        fill_prompts(call.arguments.prompt, call.query, cache, step.table, step.bounds, step.starts, call.attended)
+        return call.run(hidden)
+
+
+class _Call:
+    """The arguments of one kind of call, and the memory that its layers write to."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
         self._library = library
         self._weights = layers, norm  # keeps them alive
         self._layers = (c.LayerArguments * len(layers))(*(_layer(layer) for layer in layers))
         first = layers[0]
         self._width, self._inner = first.output.weight.shape[0], first.gate.weight.shape[0]
         self._query_width, self._kv_width = first.query.weight.shape[0], first.key.weight.shape[0]
-        self._arguments = c.StackArguments(layers=self._layers, final_norm=_norm(norm), width=self._width, inner=self._inner)
-        self._arguments.count = len(layers)
+        self.arguments = c.StackArguments(layers=self._layers, final_norm=_norm(norm), width=self._width, inner=self._inner)
+        self.arguments.count = len(layers)
         self._caches: Sequence[LayerCache] = ()
-        self._buffers: tuple[Tensor, ...] = ()
-        self._query, self._keys, self._values = (torch.empty(0),) * 3
+        self._buffers: tuple[Tensor | None, ...] = ()
+        self.query, self.keys, self.values, self.attended = (torch.empty(0),) * 4
 
-    def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
-        rows, a = len(hidden), self._arguments
+    def prepare(self, caches: Sequence[LayerCache], hidden: Tensor) -> None:
+        """Raises ValueError when the arguments do not fit the model."""
+        rows = len(hidden)
         if hidden.shape != (rows, self._width) or hidden.dtype != torch.bfloat16 or not hidden.is_contiguous():
             raise ValueError(f"hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}; expected (B, {self._width}) bfloat16")
         if caches is not self._caches:
             self._point_at(caches)
-        if rows != a.rows:
+        if rows != self.arguments.rows:
             self._allocate(rows, caches[0].keys.shape[3])
-        scratch = fill_decode(a.step, step, caches[0], self._query, self._keys, self._values)
-        out = torch.empty_like(hidden)
-        a.step.attend.out = a.attended
-        a.step.sparse = step.budgets is not None
+
+    def run(self, hidden: Tensor) -> Tensor:
+        a, out = self.arguments, torch.empty_like(hidden)
         a.hidden, a.normed, a.threads = hidden.data_ptr(), out.data_ptr(), torch.get_num_threads()
         self._library.swarm_stack(ctypes.byref(a))
-        del scratch  # lived until here
         return out
 
     def _point_at(self, caches: Sequence[LayerCache]) -> None:
@@ -63,17 +94,17 @@ class NativeStack:
     def _allocate(self, rows: int, head_size: int) -> None:
         """What the layers write, for so many rows."""
         widths = (self._width, self._query_width, self._kv_width, self._kv_width, self._query_width, self._inner, self._inner)
-        packed = packed_rows(rows, max(self._width, self._query_width, self._inner))
+        packed = packed_rows(rows, max(self._width, self._query_width, self._inner)) if rows <= FEW_ROWS else None
         parts = [torch.empty(rows, width, dtype=torch.bfloat16) for width in widths]
         self._buffers = (*parts, packed)
         delta, query, keys, values, attended, gates, ups = (part.data_ptr() for part in parts)
-        a = self._arguments
+        a = self.arguments
         a.delta, a.query, a.keys, a.values, a.attended = delta, query, keys, values, attended
-        a.gates, a.ups, a.packed, a.rows = gates, ups, packed.data_ptr(), rows
+        a.gates, a.ups, a.packed, a.rows = gates, ups, pointer(packed), rows
         for layer in self._layers:
             layer.query.out, layer.key.out, layer.value.out = query, keys, values
             layer.output.out, layer.gate.out, layer.up.out, layer.down.out = delta, gates, ups, delta
-        self._query, self._keys, self._values = (part.view(rows, -1, head_size) for part in parts[1:4])
+        self.query, self.keys, self.values, self.attended = (part.view(rows, -1, head_size) for part in parts[1:5])
 
 
 def fits(layers: Sequence[LayerWeights], norm: NormWeight) -> bool:

@@ -1,5 +1,6 @@
 // Sixteen floats at a time, by the compiler's vector extensions: one source for AVX-512, AVX2, SSE and NEON.
-// Intrinsics appear only where the extensions cannot say it: bf16 dot products and the lane shuffles of `transpose_sum`.
+// Intrinsics appear only where the extensions cannot say it: bf16 dot products, rounding to bf16 in one instruction, and the lane shuffles of
+// `transpose_sum`.
 #pragma once
 
 #include <cmath>
@@ -94,6 +95,13 @@ INLINE void load_pair(const bfloat* p, Vec& even, Vec& odd) {
     even = (Vec)(words << 16);
     odd = (Vec)(words & 0xffff0000u);
 }
+#if defined(BF16_DOT)
+INLINE void store_pair(bfloat* p, Vec even, Vec odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+                                           17, 1, 16, 0);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even)));
+}
+#else
 INLINE WordVec rounded_bits(Vec x) {  // round to nearest even in the upper half; a NaN stays one
     const WordVec bits = (WordVec)x;
     const WordVec up = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -103,6 +111,7 @@ INLINE void store_pair(bfloat* p, Vec even, Vec odd) {
     const WordVec words = (rounded_bits(odd) & 0xffff0000u) | (rounded_bits(even) >> 16);
     std::memcpy(p, &words, sizeof(words));
 }
+#endif
 
 INLINE Vec widen(const half* p) {
 #if defined(__AVX512F__)
@@ -140,7 +149,11 @@ INLINE Vec widen(const bfloat* p) {
     return (Vec)(__builtin_convertvector(bits, WordVec) << 16);
 }
 INLINE void narrow(bfloat* p, Vec x) {
+#if defined(BF16_DOT)
+    const __m256bh bits = _mm512_cvtneps_pbh((__m512)x);
+#else
     const ShortVec bits = __builtin_convertvector(rounded_bits(x) >> 16, ShortVec);
+#endif
     std::memcpy(p, &bits, sizeof(bits));
 }
 template <typename T>
@@ -149,6 +162,12 @@ INLINE Vec rounded_to(Vec x) {
     narrow(parts, x);
     return widen(parts);
 }
+#if defined(BF16_DOT)
+template <>
+INLINE Vec rounded_to<bfloat>(Vec x) {
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+}
+#endif
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(half x) { return static_cast<float>(x); }
