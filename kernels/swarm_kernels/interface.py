@@ -37,13 +37,25 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, eq=False)
+class LowRank:
+    """What an adapter adds to a linear layer, scale * (x A^T) B^T, computed in float32 (LoRA, arXiv 2106.09685)."""
+
+    a: Tensor
+    """(rank, inputs)"""
+    b: Tensor
+    """(outputs, rank)"""
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
 class LinearWeight:
-    """A linear layer that is nothing else."""
+    """A linear layer that is nothing else, but for an adapter."""
 
     weight: Tensor
     """(outputs, inputs)"""
     bias: Tensor | None = None
     """(outputs,)"""
+    adapter: LowRank | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +186,7 @@ class Kernels(Protocol):
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> Stack | None:
         """All layers at once, with the results of the single kernels; None
         where this backend has it not, or not for such weights. It is good for as long as the weights stay where they are; what is written
-        into them is seen."""
+        into them is seen, but for adapters, which are copied."""
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""

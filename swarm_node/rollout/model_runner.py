@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from swarm_kernels.interface import DecodeStep, Kernels, LayerWeights, LinearWeight, NormWeight, PromptStep, Stack
+from swarm_kernels.interface import DecodeStep, Kernels, PromptStep, Stack
 from swarm_kernels.layout import RESERVED_PAGES
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -23,6 +23,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.policy.sparse_attention import DENSE_LAYERS
 from swarm_node.rollout.families import Anatomy, Layer, Norm, dissect
+from swarm_node.rollout.layer_weights import layer_weights, norm_weight, plain
 from swarm_node.rollout.paged_cache import Batch, CachedSequence, PagedCache
 from swarm_node.rollout.step_graphs import CudaRecorder, StepGraphs, StepInputs
 
@@ -61,9 +62,9 @@ class ModelRunner:
         if self._graphs is not None:
             adapter = {} if self.adapter is None else self.adapter.parameters()
             self._graphs.prepare(tuple(weight.data_ptr() for weight in chain(self._model.parameters(), adapter.values())))
-        layers = [_plain_weights(layer, index) for index, layer in enumerate(self.anatomy.layers)]
+        layers = [layer_weights(layer, _selects(layer, index)) for index, layer in enumerate(self.anatomy.layers)]
         whole = [layer for layer in layers if layer is not None]
-        self._stack = self.kernels.stack(whole, _norm_weight(self.anatomy.norm)) if len(whole) == len(layers) else None
+        self._stack = self.kernels.stack(whole, norm_weight(self.anatomy.norm)) if len(whole) == len(layers) else None
 
     def prefill(self, chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:
         """Compute chunks of prompts with dense attention and write their keys and values.
@@ -129,12 +130,12 @@ class ModelRunner:
             step.list_width, step.budgets = list_width, inputs.budgets
         if self._stack is not None and self.adapter is None:
             return self._stack.decode(step, cache.layers, hidden)
-        plain = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
+        unrotated = DecodeStep(step.table, step.lengths, step.slots, 1.0, self._splits, None, None, step.budgets, step.list_width)
         delta: Tensor | None = None
         for index, (layer, layer_cache) in enumerate(zip(self.anatomy.layers, cache.layers, strict=True)):
             hidden, normed = self._norm(layer.input_norm, hidden, delta)
             query, keys, values = self._project(layer, normed)
-            shared = step if layer.rotary else plain
+            shared = step if layer.rotary else unrotated
             shared.scale = layer.scale
             attended = self.kernels.decode_layer(
                 shared,
@@ -161,9 +162,9 @@ class ModelRunner:
 
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """A linear layer by our own kernel where it is nothing else; whatever wraps, hooks or replaces its forward is called."""
-        plain = _plain(module)
-        if plain is not None:
-            return self.kernels.linear(x, plain.weight, plain.bias)
+        found = plain(module)
+        if found is not None:
+            return self.kernels.linear(x, found.weight, found.bias)
         out: Tensor = module(x)
         return out
 
@@ -186,36 +187,6 @@ class ModelRunner:
         hidden, normed = self._norm(layer.middle_norm, hidden, self._linear(layer.output, attended.flatten(1)))
         gated = self.kernels.gate(self._linear(layer.gate, normed), self._linear(layer.up, normed))
         return hidden, self._linear(layer.down, gated)
-
-
-def _plain(module: nn.Module) -> LinearWeight | None:
-    """What a linear layer that is nothing else consists of."""
-    if type(module) is not nn.Linear or "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
-        return None
-    return LinearWeight(module.weight, module.bias)
-
-
-def _norm_weight(norm: Norm) -> NormWeight:
-    return NormWeight(norm.weight, norm.epsilon)
-
-
-def _plain_weights(layer: Layer, index: int) -> LayerWeights | None:
-    """A layer whose linear layers are all plain."""
-    names = ("query", "key", "value", "output", "gate", "up", "down")
-    found = {name: plain for name in names if (plain := _plain(getattr(layer, name))) is not None}
-    if len(found) < len(names):
-        return None
-    return LayerWeights(
-        **found,
-        input_norm=_norm_weight(layer.input_norm),
-        query_norm=None if layer.query_norm is None else _norm_weight(layer.query_norm),
-        key_norm=None if layer.key_norm is None else _norm_weight(layer.key_norm),
-        middle_norm=_norm_weight(layer.middle_norm),
-        scale=layer.scale,
-        window=layer.window,
-        rotary=layer.rotary,
-        selects=_selects(layer, index),
-    )
 
 
 def _selects(layer: Layer, index: int) -> bool:

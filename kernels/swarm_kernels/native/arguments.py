@@ -60,7 +60,7 @@ class GateArguments(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    _fields_ = _fields("weight bias out", "", "outputs")
+    _fields_ = _fields("weight bias out a b", "", "outputs rank")
 
 
 class LinearArguments(ctypes.Structure):
@@ -98,7 +98,7 @@ class StackArguments(ctypes.Structure):
         ("prompt", PromptArguments),
         ("layers", ctypes.POINTER(LayerArguments)),
         ("final_norm", NormWeight),
-        *_fields("hidden normed delta query keys values attended gates ups packed", "", "rows width inner count threads"),
+        *_fields("hidden normed delta query keys values attended gates ups packed inner_product", "", "rows width inner count threads"),
     ]
 
 

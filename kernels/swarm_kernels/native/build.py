@@ -21,6 +21,7 @@ SOURCES = (
     "elementwise.h",
     "linear.h",
     "logprob.h",
+    "low_rank.h",
     "matrix.h",
     "panel.h",
     "prompt.h",

@@ -199,7 +199,7 @@ class NativeKernels:
         out = torch.empty(rows, outputs, dtype=torch.bfloat16)
         packed = packed_rows(rows, inputs) if rows <= FEW_ROWS else None
         arguments = LinearArguments(
-            Product(weight.data_ptr(), pointer(bias), out.data_ptr(), outputs),
+            Product(weight.data_ptr(), pointer(bias), out.data_ptr(), outputs=outputs),
             x.data_ptr(),
             pointer(packed),
             rows,

@@ -10,7 +10,9 @@ struct Product {  // mirrored by native/arguments.py
     const void* weight;  // (outputs, inputs), contiguous
     const void* bias;    // (outputs); null: none
     void* out;           // (rows, outputs), contiguous
-    int32_t outputs;
+    const float* a;      // (rank, inputs): an adapter, see low_rank.h, which only `swarm_stack` looks at
+    const float* b;      // (rank, outputs), scaled
+    int32_t outputs, rank;  // 0: no adapter
 };
 
 struct LinearArguments {  // mirrored by native/arguments.py

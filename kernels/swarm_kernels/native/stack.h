@@ -4,6 +4,7 @@
 #include "decode.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "panel.h"
 #include "prompt.h"
 
@@ -37,6 +38,7 @@ struct StackArguments {  // mirrored by native/arguments.py
     void* gates;   // (rows, inner width)
     void* ups;
     void* packed;  // room for the rows of the widest input of a product, see native/fill.py; null: many rows, see panel.h
+    float* inner_product;  // (rows, largest rank of an adapter)
     int32_t rows, width, inner, count, threads;
 };
 
@@ -47,9 +49,8 @@ inline void norm(const NormWeight& norm, void* hidden, const void* delta, void* 
     elementwise::norm<bfloat>({hidden, delta, norm.weight, hidden, out, BFLOAT16, rows, columns, 0, norm.epsilon});
 }
 
-// Several products of the same input.
 template <int COUNT>
-void multiply(const StackArguments& s, const void* input, int inputs, const Product (&products)[COUNT]) {
+void multiply_plain(const StackArguments& s, const void* input, int inputs, const Product (&products)[COUNT]) {
     if (!s.packed) {
         for (const Product& product : products) panel::run({product, input, nullptr, s.rows, inputs, 0}, s.threads);
 #pragma omp barrier
@@ -58,6 +59,14 @@ void multiply(const StackArguments& s, const void* input, int inputs, const Prod
     const linear::Packed x = {static_cast<bfloat*>(s.packed), s.rows, inputs};
     linear::pack(input, x);
     linear::multiply(x, products);
+}
+
+// Several products of the same input, and what their adapters add.
+template <int COUNT>
+void multiply(const StackArguments& s, const void* input, int inputs, const Product (&products)[COUNT]) {
+    multiply_plain(s, input, inputs, products);
+    for (const Product& product : products)
+        if (product.rank) low_rank::add(product, input, s.rows, inputs, s.inner_product);
 }
 
 inline void attend_prompts(const StackArguments& s, const LayerArguments& layer) {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swarm_kernels.checks import check_cache, check_prompts
-from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight, PromptStep
+from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, LowRank, NormWeight, PromptStep
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.native import arguments as c
 from swarm_kernels.native.fill import fill_append, fill_decode, fill_prompts, packed_rows, pointer
@@ -26,8 +26,10 @@ class NativeStack:
     """See `swarm_kernels.interface.Stack`."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
-        """The weights must fit, see `fits`; they are referred to, and must stay where they are."""
-        self._decode, self._prefill = _Call(library, layers, norm), _Call(library, layers, norm)
+        """The weights must fit, see `fits`; they are referred to, and must stay where they are. Of adapters B is copied, transposed."""
+        self._adapters = [[_transposed(linear.adapter) for linear in _linears(layer)] for layer in layers]  # keeps the copies alive
+        arguments = [_layer(layer, adapters) for layer, adapters in zip(layers, self._adapters, strict=True)]
+        self._decode, self._prefill = (_Call(library, layers, arguments, norm) for _ in range(2))
 
     def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
         call = self._decode
@@ -53,10 +55,13 @@ class NativeStack:
 class _Call:
     """The arguments of one kind of call, and the memory that its layers write to."""
 
-    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, layers: Sequence[LayerWeights], arguments: Sequence[c.LayerArguments], norm: NormWeight
+    ) -> None:
         self._library = library
         self._weights = layers, norm  # keeps them alive
-        self._layers = (c.LayerArguments * len(layers))(*(_layer(layer) for layer in layers))
+        self._layers = (c.LayerArguments * len(layers))(*arguments)
+        self._rank = max((linear.adapter.a.shape[0] for layer in layers for linear in _linears(layer) if linear.adapter), default=0)
         first = layers[0]
         self._width, self._inner = first.output.weight.shape[0], first.gate.weight.shape[0]
         self._query_width, self._kv_width = first.query.weight.shape[0], first.key.weight.shape[0]
@@ -96,11 +101,12 @@ class _Call:
         widths = (self._width, self._query_width, self._kv_width, self._kv_width, self._query_width, self._inner, self._inner)
         packed = packed_rows(rows, max(self._width, self._query_width, self._inner)) if rows <= FEW_ROWS else None
         parts = [torch.empty(rows, width, dtype=torch.bfloat16) for width in widths]
-        self._buffers = (*parts, packed)
+        inner_product = torch.empty(rows, self._rank, dtype=torch.float32)
+        self._buffers = (*parts, packed, inner_product)
         delta, query, keys, values, attended, gates, ups = (part.data_ptr() for part in parts)
         a = self.arguments
         a.delta, a.query, a.keys, a.values, a.attended = delta, query, keys, values, attended
-        a.gates, a.ups, a.packed, a.rows = gates, ups, pointer(packed), rows
+        a.gates, a.ups, a.packed, a.inner_product, a.rows = gates, ups, pointer(packed), inner_product.data_ptr(), rows
         for layer in self._layers:
             layer.query.out, layer.key.out, layer.value.out = query, keys, values
             layer.output.out, layer.gate.out, layer.up.out, layer.down.out = delta, gates, ups, delta
@@ -109,10 +115,12 @@ class _Call:
 
 def fits(layers: Sequence[LayerWeights], norm: NormWeight) -> bool:
     """Whether the kernels take these weights: contiguous bf16 on the CPU, in shapes that are multiples of WIDTH and alike in all layers,
-    with norms of queries and keys both or neither."""
+    with norms of queries and keys both or neither; adapters in contiguous float32."""
     tensors = [norm.weight, *(tensor for layer in layers for tensor in _tensors(layer))]
     paired = all((layer.query_norm is None) == (layer.key_norm is None) for layer in layers)
     usual = paired and all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    adapters = [linear.adapter for layer in layers for linear in _linears(layer) if linear.adapter is not None]
+    usual &= all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for low in adapters for t in (low.a, low.b))
     whole = all(size % WIDTH == 0 for tensor in tensors for size in tensor.shape)
     return usual and whole and len({tuple(linear.weight.shape for linear in _linears(layer)) for layer in layers}) == 1
 
@@ -135,9 +143,21 @@ def _norm(norm: NormWeight | None) -> c.NormWeight:
     return c.NormWeight() if norm is None else c.NormWeight(norm.weight.data_ptr(), norm.epsilon)
 
 
-def _layer(layer: LayerWeights) -> c.LayerArguments:
+def _transposed(adapter: LowRank | None) -> tuple[Tensor, Tensor] | None:
+    """A (rank, inputs) as it lies, and B (rank, outputs), scaled."""
+    return None if adapter is None else (adapter.a, (adapter.b * adapter.scale).t().contiguous())
+
+
+def _layer(layer: LayerWeights, adapters: Sequence[tuple[Tensor, Tensor] | None]) -> c.LayerArguments:
     norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.middle_norm)
-    products = (c.Product(linear.weight.data_ptr(), pointer(linear.bias), None, linear.weight.shape[0]) for linear in _linears(layer))
+    products = (_product(linear, adapter) for linear, adapter in zip(_linears(layer), adapters, strict=True))
     a = c.LayerArguments(*map(_norm, norms), *products)
     a.scale, a.window, a.rotary, a.sparse = layer.scale, layer.window, layer.rotary, layer.selects
     return a
+
+
+def _product(linear: LinearWeight, adapter: tuple[Tensor, Tensor] | None) -> c.Product:
+    product = c.Product(linear.weight.data_ptr(), pointer(linear.bias), outputs=linear.weight.shape[0])
+    if adapter is not None:
+        product.a, product.b, product.rank = adapter[0].data_ptr(), adapter[1].data_ptr(), len(adapter[0])
+    return product
