@@ -59,7 +59,8 @@ def bench_kernels(
     kernels = choose_backend(device).kernels
     group = sizes.heads // sizes.kv_heads
     workload = Workload(batch, context, sizes.layers, sizes.kv_heads, group, sizes.head_size, budget, dtype, device)
-    candidates = _decode_candidates(workload, kernels) + _elementwise_candidates(sizes, kernels, dtype, device)
+    candidates = _decode_candidates(workload, kernels) + _linear_candidates(sizes, batch, kernels, dtype, device)
+    candidates += _elementwise_candidates(sizes, kernels, dtype, device)
     candidates += _logprob_candidates(sizes, kernels, dtype, device)
     rows = measure(candidates, repeats, device)
     return KernelTimes(describe_machine(device, dtype, [measure_limits(device, dtype)]), tuple(rows))
@@ -88,6 +89,7 @@ def _decode_candidates(workload: Workload, kernels: Kernels) -> list[Candidate]:
             data.every_layer(lambda cache: data.attend(kernels, cache, pages)),
             listed_bytes,
         ),
+        _attend_prompt(data, kernels, len(chunk)),
     ]
 
 
@@ -102,6 +104,35 @@ def _append(name: str, data: StepData, kernels: Kernels, slots: Tensor) -> Candi
         kernels.append(keys, values, slots, cache, query=query, cosines=cosines, sines=sines)
 
     return Candidate(name, data.every_layer(write), 2 * (keys.nbytes + values.nbytes + query.nbytes) * w.layers)
+
+
+def _attend_prompt(data: StepData, kernels: Kernels, tokens: int) -> Candidate:
+    """Attention of the last tokens of one sequence, as of one chunk of prefill."""
+    w = data.workload
+    query = torch.randn(tokens, w.kv_heads * w.group, w.head_size).to(w.device, w.dtype)
+    bounds, starts = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([w.length - tokens], dtype=torch.int32)
+
+    def attend(cache: LayerCache) -> None:
+        kernels.attend_prompts(query, cache, data.table[:1], bounds, starts, scale=data.scale)
+
+    return Candidate(f"attend, {tokens} tokens of prefill", data.every_layer(attend), w.cache_bytes / w.batch + 2 * query.nbytes * w.layers)
+
+
+def _linear_candidates(shape: Shape, batch: int, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
+    """One of the widest linear layers of all layers, for a decode step and for a chunk of prefill."""
+    weights = [torch.randn(shape.intermediate, shape.hidden).to(device, dtype) for _ in range(shape.layers)]
+
+    def candidate(rows: int) -> Candidate:
+        x = torch.randn(rows, shape.hidden).to(device, dtype)
+        moved = rows * (shape.hidden + shape.intermediate) * dtype.itemsize * shape.layers
+
+        def multiply() -> None:
+            for weight in weights:
+                kernels.linear(x, weight)
+
+        return Candidate(f"linear, {rows} tokens", multiply, _bytes(weights) + moved)
+
+    return [candidate(batch), candidate(ROWS)]
 
 
 def _elementwise_candidates(shape: Shape, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
