@@ -91,6 +91,11 @@ class LayerWeights:
     selects: bool
     """Whether it reads a selection of the pages when the step has budgets."""
 
+    @property
+    def linears(self) -> tuple[LinearWeight, ...]:
+        """In the order of their use."""
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
 
 @dataclass(frozen=True, eq=False)
 class PromptStep:
@@ -184,9 +189,8 @@ class Kernels(Protocol):
         """One token a row and its log-probability, see `sampling/naive.py`."""
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> Stack | None:
-        """All layers at once, with the results of the single kernels; None
-        where this backend has it not, or not for such weights. It is good for as long as the weights stay where they are; what is written
-        into them is seen, but for adapters, which are copied."""
+        """All layers at once, with the results of the single kernels; None where this backend has it not, or not for such weights. It is
+        good for as long as the weights stay where they are; what is written into them is seen. Adapters are copied."""
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
         """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""

@@ -54,16 +54,19 @@ class ModelRunner:
         self._splits = 8 if policy.device.type == "cuda" else 2
         self._stack: Stack | None = None
         self._model = policy.model
-        self._graphs = StepGraphs(CudaRecorder()) if policy.device.type == "cuda" else None
+        self._graphs = StepGraphs(CudaRecorder(policy.device)) if policy.device.type == "cuda" else None
 
     def prepare(self) -> None:
         """Look at the modules anew: weights stay where they are until the next look. Whether one call can compute all layers, and whether
         recorded steps still hold."""
-        if self._graphs is not None:
-            adapter = {} if self.adapter is None else self.adapter.parameters()
-            self._graphs.prepare(tuple(weight.data_ptr() for weight in chain(self._model.parameters(), adapter.values())))
         layers = [layer_weights(layer, _selects(layer, index)) for index, layer in enumerate(self.anatomy.layers)]
         whole = [layer for layer in layers if layer is not None]
+        if self._graphs is not None:
+            # Whatever wraps a linear layer may do something else at each look.
+            known = [] if len(whole) == len(layers) else [object()]
+            scales = [linear.adapter.scale for layer in whole for linear in layer.linears if linear.adapter is not None]
+            addresses = [tensor.data_ptr() for tensor in chain(self._model.parameters(), self._model.buffers())]
+            self._graphs.prepare((self.adapter, known, scales, addresses))
         self._stack = self.kernels.stack(whole, norm_weight(self.anatomy.norm)) if len(whole) == len(layers) else None
 
     def prefill(self, chunks: Sequence[Chunk], cache: PagedCache) -> Tensor:

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 MAX_RECORDINGS = 64
 """Far more than a run's buckets; a bound on the memory of all of them."""
 TOLERANCE = 0.05
-"""Between a recording and the step that it recorded, relative to the largest value: both run the same kernels."""
+"""Between a row of a replayed step and of the computed one, relative to its norm: both run the same kernels."""
 
 
 class StepInputs(NamedTuple):
@@ -62,12 +62,19 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA (or HIP) graphs over one pool of memory: a result holds until the next replay, of whichever graph."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.MemPool()  # held here, so that it outlives the graphs: a pool without any cannot be recorded into again
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # A recording that fails would leave its stream the current one; the stream around it brings back the one before.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=cast(Any, self._pool.id), stream=self._stream, capture_error_mode="thread_local"),
+        ):
             out = function()
         return graph.replay, out
 
@@ -86,29 +93,29 @@ class _Recording:
 
 class StepGraphs:
     """The recordings of one model over one cache. A recording knows the addresses of weights and cache and nothing else of them: values may
-    change, tensors may not be moved."""
+    change; tensors may not be moved, nor modules do something else."""
 
     def __init__(self, record: Recorder) -> None:
         self._record: Recorder | None = record
         self._recordings: dict[Bucket, _Recording] = {}
-        self._addresses: tuple[int, ...] = ()
+        self._recorded: object = None
         self._cache: Callable[[], object | None] = lambda: None
 
     def __len__(self) -> int:
         """How many steps are recorded."""
         return len(self._recordings)
 
-    def prepare(self, addresses: tuple[int, ...]) -> None:
-        """Forget everything when a weight lies elsewhere than at the last call."""
-        if addresses != self._addresses:
+    def prepare(self, recorded: object) -> None:
+        """Forget everything unless `recorded`, what the recordings rely on, equals that of the last call."""
+        if recorded != self._recorded:
             self._recordings.clear()
-            self._addresses = addresses
+            self._recorded = recorded
 
     def decode(self, compute: Compute, inputs: StepInputs, list_width: int, *, cache: object, adapted: bool) -> Tensor:
         """The result of `compute(inputs, list_width)`, (B, H), which holds until the next call.
 
-        A bucket's first step is computed, recorded and replayed, and both results compared. Where recording fails or they differ, one
-        warning says so, and every later step is computed.
+        A bucket's first step is computed; a step without sequences is recorded, and replayed with the first step's inputs. Where recording
+        fails or the results differ, one warning says so, and every later step is computed.
         """
         if self._record is None:
             return compute(inputs, list_width)
@@ -132,10 +139,12 @@ class StepGraphs:
         # times does no harm: it writes the same keys and values to the same slots.
         expected = compute(padded, bucket.list_width)[: len(inputs.tokens)].clone()
         try:
+            _fill(padded, StepInputs(*(part[:0] for part in inputs)))
             recording = _Recording(padded, *self._record(lambda: compute(padded, bucket.list_width)))
+            recording.out.fill_(torch.nan)  # what a replay leaves alone is seen
             difference = _distance(recording.run(inputs), expected)
             if not difference <= TOLERANCE:
-                raise RuntimeError(f"a replayed step is off by {difference:.3g} of its largest value, more than {TOLERANCE}")
+                raise RuntimeError(f"a replayed step is off by {difference:.3g} of its norm, more than {TOLERANCE}")
         except RuntimeError as error:
             self._record = None
             self._recordings.clear()
@@ -174,4 +183,8 @@ def _fill(padded: StepInputs, inputs: StepInputs) -> None:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
+    """The largest of all rows; a row that is not finite in both is equal: the sampler says what is wrong with it."""
+    actual, expected = actual.float(), expected.float()
+    distances = (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
+    broken = ~(actual.isfinite().all(dim=1) | expected.isfinite().all(dim=1))
+    return float(torch.where(broken, 0.0, distances).max())

@@ -16,8 +16,6 @@ from swarm_kernels.native.fill import fill_append, fill_decode, fill_prompts, pa
 
 WIDTH = 32
 """The kernels take inputs and outputs by so many."""
-
-
 FEW_ROWS = 256
 """Of a linear layer: up to so many rows, packing them is cheaper than packing the weights."""
 
@@ -26,8 +24,8 @@ class NativeStack:
     """See `swarm_kernels.interface.Stack`."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
-        """The weights must fit, see `fits`; they are referred to, and must stay where they are. Of adapters B is copied, transposed."""
-        self._adapters = [[_transposed(linear.adapter) for linear in _linears(layer)] for layer in layers]  # keeps the copies alive
+        """The weights must fit, see `fits`; they are referred to, and must stay where they are. Adapters are copied."""
+        self._adapters = [[_transposed(linear.adapter) for linear in layer.linears] for layer in layers]  # keeps the copies alive
         arguments = [_layer(layer, adapters) for layer, adapters in zip(layers, self._adapters, strict=True)]
         self._decode, self._prefill = (_Call(library, layers, arguments, norm) for _ in range(2))
 
@@ -61,7 +59,7 @@ class _Call:
         self._library = library
         self._weights = layers, norm  # keeps them alive
         self._layers = (c.LayerArguments * len(layers))(*arguments)
-        self._rank = max((linear.adapter.a.shape[0] for layer in layers for linear in _linears(layer) if linear.adapter), default=0)
+        self._rank = max((linear.adapter.a.shape[0] for layer in layers for linear in layer.linears if linear.adapter), default=0)
         first = layers[0]
         self._width, self._inner = first.output.weight.shape[0], first.gate.weight.shape[0]
         self._query_width, self._kv_width = first.query.weight.shape[0], first.key.weight.shape[0]
@@ -119,21 +117,17 @@ def fits(layers: Sequence[LayerWeights], norm: NormWeight) -> bool:
     tensors = [norm.weight, *(tensor for layer in layers for tensor in _tensors(layer))]
     paired = all((layer.query_norm is None) == (layer.key_norm is None) for layer in layers)
     usual = paired and all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    adapters = [linear.adapter for layer in layers for linear in _linears(layer) if linear.adapter is not None]
+    adapters = [linear.adapter for layer in layers for linear in layer.linears if linear.adapter is not None]
     usual &= all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for low in adapters for t in (low.a, low.b))
     whole = all(size % WIDTH == 0 for tensor in tensors for size in tensor.shape)
-    return usual and whole and len({tuple(linear.weight.shape for linear in _linears(layer)) for layer in layers}) == 1
-
-
-def _linears(layer: LayerWeights) -> tuple[LinearWeight, ...]:
-    return layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down
+    return usual and whole and len({tuple(linear.weight.shape for linear in layer.linears) for layer in layers}) == 1
 
 
 def _tensors(layer: LayerWeights) -> Iterator[Tensor]:
     for norm in (layer.input_norm, layer.query_norm, layer.key_norm, layer.middle_norm):
         if norm is not None:
             yield norm.weight
-    for linear in _linears(layer):
+    for linear in layer.linears:
         yield linear.weight
         if linear.bias is not None:
             yield linear.bias
@@ -144,13 +138,13 @@ def _norm(norm: NormWeight | None) -> c.NormWeight:
 
 
 def _transposed(adapter: LowRank | None) -> tuple[Tensor, Tensor] | None:
-    """A (rank, inputs) as it lies, and B (rank, outputs), scaled."""
-    return None if adapter is None else (adapter.a, (adapter.b * adapter.scale).t().contiguous())
+    """Copies of A (rank, inputs), and of B (rank, outputs), scaled."""
+    return None if adapter is None else (adapter.a.detach().clone(), (adapter.b.detach() * adapter.scale).t().contiguous())
 
 
 def _layer(layer: LayerWeights, adapters: Sequence[tuple[Tensor, Tensor] | None]) -> c.LayerArguments:
     norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.middle_norm)
-    products = (_product(linear, adapter) for linear, adapter in zip(_linears(layer), adapters, strict=True))
+    products = (_product(linear, adapter) for linear, adapter in zip(layer.linears, adapters, strict=True))
     a = c.LayerArguments(*map(_norm, norms), *products)
     a.scale, a.window, a.rotary, a.sparse = layer.scale, layer.window, layer.rotary, layer.selects
     return a
