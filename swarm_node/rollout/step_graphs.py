@@ -64,8 +64,9 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.MemPool()  # held here, so that it outlives the graphs: a pool without any cannot be recorded into again
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.MemPool()  # outlives its graphs: one that was given up with the last of them cannot be recorded into
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         graph = torch.cuda.CUDAGraph()
