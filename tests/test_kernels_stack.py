@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from policies import family_model, random_policy
-from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, NormWeight, PromptStep
+from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, LowRank, NormWeight, PromptStep
 from swarm_kernels.layout import PageLayout, allocate
 from swarm_kernels.native.library import NativeKernels
 from swarm_kernels.native.stack import fits
@@ -120,6 +120,10 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.bfloat16)
 
 
+def adapted(a: torch.Tensor, b: torch.Tensor) -> LinearWeight:
+    return LinearWeight(random(INNER, WIDTH), adapter=LowRank(a, b, 2.0))
+
+
 def layer(**changes: Any) -> LayerWeights:
     norm = NormWeight(random(WIDTH), 1e-5)
     parts: dict[str, Any] = {
@@ -154,12 +158,28 @@ def layer(**changes: Any) -> LayerWeights:
             down=LinearWeight(random(WIDTH, INNER + 8)),
         ),
         layer(gate=LinearWeight(random(64, WIDTH)), up=LinearWeight(random(64, WIDTH)), down=LinearWeight(random(WIDTH, 64))),
+        layer(gate=adapted(random(4, WIDTH), random(INNER, 4))),
+        layer(gate=adapted(random(4, WIDTH).float(), random(INNER - 1, 4).float())),
+        layer(gate=adapted(random(4, WIDTH - 1).float(), random(INNER, 4).float())),
+        layer(gate=adapted(random(4, WIDTH).float(), random(INNER, 5).float())),
+        layer(gate=adapted(random(4, WIDTH).float(), random(4, INNER).float().t())),
     ],
-    ids=["float32", "not contiguous", "float32 bias", "odd width", "layers that differ"],
+    ids=[
+        "float32",
+        "not contiguous",
+        "float32 bias",
+        "odd width",
+        "layers that differ",
+        "bfloat16 adapter",
+        "adapter with too few outputs",
+        "adapter with too few inputs",
+        "adapter of two ranks",
+        "adapter that is not contiguous",
+    ],
 )
 def test_other_weights_have_no_such_call(other: LayerWeights) -> None:
     norm = NormWeight(random(WIDTH), 1e-5)
-    assert fits([layer(), layer()], norm)
+    assert fits([layer(), layer(gate=adapted(random(4, WIDTH).float(), random(INNER, 4).float()))], norm)
     assert not fits([layer(), other], norm)
     assert NativeKernels().stack([layer(), other], norm) is None
 

@@ -173,9 +173,9 @@ def _empty(like: StepInputs, bucket: Bucket) -> StepInputs:
 
 
 def _fill(padded: StepInputs, inputs: StepInputs) -> None:
-    """Write a step's inputs into larger tensors; the rows that are left over belong to no sequence."""
+    """Write a step's inputs into larger tensors; the rows that are left over belong to no sequence, so that nothing of them is read in the
+    table, as nothing past a sequence's end is."""
     rows, pages = inputs.table.shape
-    padded.table.zero_()
     padded.table[:rows, :pages].copy_(inputs.table)
     for name in ("tokens", "positions", "lengths", "slots", "budgets"):
         part = getattr(padded, name)

@@ -62,7 +62,7 @@ struct Rows {  // what one (sequence, KV head) carries through its tiles
 template <typename T>
 struct Task {  // one split of one (sequence, KV head)
     int number;
-    bool last;  // whether the sequence's last page is in it
+    bool ends_sequence;  // whether the last page is in it
     std::vector<Tile<T>> tiles;
 };
 
@@ -260,7 +260,7 @@ void take(const AttendArguments& a, int& taken, Task<T>& task) {
         while (entries > 0 && list[entries - 1] < 0) --entries;
     }
     const int share = std::max((entries + a.splits - 1) / a.splits, MIN_SPLIT_PAGES);
-    task.last = entries > 0 && split == (entries - 1) / share;
+    task.ends_sequence = entries > 0 && split == (entries - 1) / share;
     list_tiles<T, D>(a, sequence, head, split * share, std::min((split + 1) * share, entries), task.tiles);
 }
 
@@ -290,7 +290,7 @@ void attend_split(const AttendArguments& a, const Task<T>& task, const std::vect
     const int count = static_cast<int>(task.tiles.size());
     for (int t = 0; t < count; t += BLOCK) {
         const bool last = t + BLOCK >= count;
-        if (last && task.last && fresh) {
+        if (last && task.ends_sequence && fresh) {
             append::write_token<T>(*fresh, sequence, head);
             append::write_centroid<T>(*fresh, sequence, head);
         }

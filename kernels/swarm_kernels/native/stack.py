@@ -113,14 +113,19 @@ class _Call:
 
 def fits(layers: Sequence[LayerWeights], norm: NormWeight) -> bool:
     """Whether the kernels take these weights: contiguous bf16 on the CPU, in shapes that are multiples of WIDTH and alike in all layers,
-    with norms of queries and keys both or neither; adapters in contiguous float32."""
+    with norms of queries and keys both or neither; adapters in contiguous float32, of the shapes that go with them."""
     tensors = [norm.weight, *(tensor for layer in layers for tensor in _tensors(layer))]
     paired = all((layer.query_norm is None) == (layer.key_norm is None) for layer in layers)
     usual = paired and all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    adapters = [linear.adapter for layer in layers for linear in layer.linears if linear.adapter is not None]
-    usual &= all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for low in adapters for t in (low.a, low.b))
+    usual &= all(_adapter_fits(linear.adapter, linear.weight) for layer in layers for linear in layer.linears if linear.adapter is not None)
     whole = all(size % WIDTH == 0 for tensor in tensors for size in tensor.shape)
     return usual and whole and len({tuple(linear.weight.shape for linear in layer.linears) for layer in layers}) == 1
+
+
+def _adapter_fits(adapter: LowRank, weight: Tensor) -> bool:
+    a, b, rank = adapter.a, adapter.b, len(adapter.a)
+    usual = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in (a, b))
+    return usual and rank > 0 and a.shape == (rank, weight.shape[1]) and b.shape == (weight.shape[0], rank)
 
 
 def _tensors(layer: LayerWeights) -> Iterator[Tensor]:
