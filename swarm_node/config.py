@@ -21,14 +21,12 @@ from pydantic.fields import FieldInfo
 
 from swarm_node.control.options import SagcOptions
 from swarm_node.home import default_home
-from swarm_node.learning.distill_options import DistillOptions
-from swarm_node.learning.options import LearningOptions, PoolOptions
-from swarm_node.network.admission_options import AdmissionOptions
+from swarm_node.learning.options import DistillOptions, LearningOptions, PoolOptions
+from swarm_node.network.admission.options import AdmissionOptions
 from swarm_node.network.options import NetworkOptions
 from swarm_node.options import Options
 from swarm_node.policy.options import ModelOptions
-from swarm_node.rollout.options import RolloutOptions
-from swarm_node.rollout.sparsity_options import SparsityOptions
+from swarm_node.rollout.options import RolloutOptions, SparsityOptions
 from swarm_node.tasks.options import TaskOptions
 
 DEFAULT = "default"

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from swarm_protocols.group import Finish
 
+from swarm_node.checkpoint import read_latest
 from swarm_node.config import Config
 from swarm_node.observe.metrics import EvalRow
-from swarm_node.policy.checkpoint import read_latest
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from swarm_node import __version__
+from swarm_node.checkpoint import Checkpoint, DiskFull, check_room, load_latest, save_checkpoint
 from swarm_node.config import Config, save_config
 from swarm_node.home import Home
 from swarm_node.interrupt import Interrupt, Stopped
+from swarm_node.network.admission.rules import AdmissionRules
 from swarm_node.network.identity import load_or_create
-from swarm_node.network.libp2p_gossip import Libp2pGossip
-from swarm_node.network.rules import AdmissionRules
+from swarm_node.network.live import Libp2pGossip
 from swarm_node.network.swarm_id import swarm_id
 from swarm_node.node import Node, check_resumable
 from swarm_node.observe.metrics import EventRow, MetricsWriter
 from swarm_node.observe.status import State, Status
 from swarm_node.observe.status_file import StatusFile
 from swarm_node.observe.stepline import step_line
-from swarm_node.policy.checkpoint import Checkpoint, DiskFull, check_room, load_latest, save_checkpoint
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy

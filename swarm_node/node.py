@@ -20,29 +20,29 @@ from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemR
 from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.reject import Rejected
 
+from swarm_node.checkpoint import Checkpoint
 from swarm_node.config import Config
 from swarm_node.control.decision import Cost, Decision, Observation
 from swarm_node.control.prompt_aware import prompt_feature
 from swarm_node.control.sagc import Controller
 from swarm_node.evaluation import Evaluation, evaluate
-from swarm_node.learning.batch import ScoredGroup
 from swarm_node.learning.distill import Distiller, DistillReport
 from swarm_node.learning.pool import Pool, PoolState
 from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import split_one_reward
+from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.trainer import Trainer
-from swarm_node.network.admission import FullAdmission
+from swarm_node.network.admission.halves import FullAdmission
 from swarm_node.network.gossip import Gossip
 from swarm_node.network.inbox import newest_of_each
 from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
-from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
-from swarm_node.rollout.sparse import SparseEngine
+from swarm_node.rollout.paged.engine import SparseEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm_node.policy import checkpoint as module
-from swarm_node.policy.checkpoint import Checkpoint, DiskFull, check_room, load_latest, read_latest, save_checkpoint
+from swarm_node import checkpoint as module
+from swarm_node.checkpoint import Checkpoint, DiskFull, check_room, load_latest, read_latest, save_checkpoint
 
 
 def make(step: int, size: int = 100) -> Checkpoint:

@@ -14,9 +14,9 @@ import torch
 from swarm_protocols.group import Completion, Finish
 
 from swarm_node import evaluation
+from swarm_node.checkpoint import Checkpoint, save_checkpoint
 from swarm_node.config import Config
 from swarm_node.evaluation import Evaluation, EvaluationError, evaluate, load_trained
-from swarm_node.policy.checkpoint import Checkpoint, save_checkpoint
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task

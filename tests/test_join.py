@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from hostile_peer import attack, send
 from libp2p.abc import IHost
 from libp2p.utils.varint import encode_varint_prefixed
 
 from swarm_node.observe.metrics import read_metrics
+from tests.support.hostile_peer import attack, send
 
 SMALL = [
     *("--set", "rollout.prompts_per_step=2", "--set", "rollout.max_new_tokens=48", "--group-size", "4"),
@@ -120,7 +120,7 @@ def test_steps_that_could_not_be_saved_end_with_an_error(tmp_path: Path) -> None
     script = (
         "import sys\n"
         "from swarm_node import lifecycle\n"
-        "from swarm_node.policy.checkpoint import DiskFull\n"
+        "from swarm_node.checkpoint import DiskFull\n"
         "def refuse(folder, checkpoint, keep=2):\n"
         "    raise DiskFull(2_000_000, 1_000, folder)\n"
         "lifecycle.save_checkpoint = refuse\n"
@@ -226,7 +226,7 @@ def test_a_peer_that_sends_garbage_stops_neither_the_training_nor_the_other_peer
         ben = start(homes[1], "--peer", address[1])
         try:
             wait_until(lambda: foreign_used(homes[0]) > 0)
-            network = [child for child in psutil.Process(ada.pid).children() if "libp2p_process" in " ".join(child.cmdline())]
+            network = [child for child in psutil.Process(ada.pid).children() if "libp2p.process" in " ".join(child.cmdline())]
 
             async def behave(host: IHost, peer: Any) -> None:
                 garbage = [secrets.token_bytes(300), b"\xff" * 64, encode_varint_prefixed(secrets.token_bytes(100)), b""]

@@ -11,12 +11,12 @@ import torch
 from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
+from swarm_node.checkpoint import load_latest, save_checkpoint
 from swarm_node.network.gossip import NetworkReport, Received
 from swarm_node.node import DistillError, Node, ResumeError
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
-from swarm_node.policy.checkpoint import load_latest, save_checkpoint
-from swarm_node.rollout.schedule import Schedule, save_schedule
+from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
 from swarm_node.tasks.base import Problem, RewardError, Split, Task, TaskError

@@ -127,7 +127,7 @@ class Stack(Protocol):
 
 
 class Kernels(Protocol):
-    """The kernels of one backend. Arguments are described in the `naive.py` of each kernel; they are contiguous in their last dimension,
+    """The kernels of one backend. Arguments are described in `naive/`; they are contiguous in their last dimension,
     on one device, and query, keys and values have the type of the cache.
     """
 
@@ -144,10 +144,10 @@ class Kernels(Protocol):
         cosines: Tensor | None = None,
         sines: Tensor | None = None,
     ) -> None:
-        """Write new tokens, see `append/naive.py`."""
+        """Write new tokens, see `naive/append.py`."""
 
     def select_pages(self, query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> Tensor:
-        """Choose the pages of a sparse step, see `selection/naive.py`."""
+        """Choose the pages of a sparse step, see `naive/selection.py`."""
 
     def attend(
         self,
@@ -161,7 +161,7 @@ class Kernels(Protocol):
         window: int = 0,
         splits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Decode attention, see `attention/naive.py`."""
+        """Decode attention, see `naive/attention.py`."""
 
     def decode_layer(
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
@@ -174,19 +174,19 @@ class Kernels(Protocol):
     def attend_prompts(
         self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
     ) -> Tensor:
-        """Attention of prefill, see `prompt/naive.py`."""
+        """Attention of prefill, see `naive/prompt.py`."""
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """Residual sum and RMS norm, see `elementwise/naive.py`."""
+        """Residual sum and RMS norm, see `naive/elementwise.py`."""
 
     def gate(self, gates: Tensor, values: Tensor) -> Tensor:
-        """The middle of a gated MLP, see `elementwise/naive.py`."""
+        """The middle of a gated MLP, see `naive/elementwise.py`."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer, see `linear/naive.py`. A row's result does not depend on the others where it is our own kernel."""
+        """A linear layer, see `naive/linear.py`. A row's result does not depend on the others where it is our own kernel."""
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """One token a row and its log-probability, see `sampling/naive.py`."""
+        """One token a row and its log-probability, see `naive/sampling.py`."""
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> Stack | None:
         """All layers at once, with the results of the single kernels; None where this backend has it not, or not for such weights. It is

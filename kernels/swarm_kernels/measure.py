@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from swarm_kernels.backend import choose_backend
+from swarm_kernels.choose import choose_backend
 from swarm_kernels.interface import Kernels
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache, PageLayout, allocate, gather
-from swarm_kernels.native.library import NativeKernels
-from swarm_kernels.portable import TorchKernels
+from swarm_kernels.naive.backend import TorchKernels
+from swarm_kernels.native.backend import NativeKernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGE_SIZE = 16

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm_node.learning.batch import ScoredGroup
+from swarm_node.learning.scored import ScoredGroup
 
 SAME_REWARD = 1e-6
 """Rewards that differ by no more than this are one reward: float noise must not be standardised into large advantages."""

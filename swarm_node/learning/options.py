@@ -1,4 +1,4 @@
-"""Options of learning: the loss, the optimiser, and the pool that feeds them."""
+"""Options of learning: the loss, the optimiser, the pool that feeds them, and DistillSparse."""
 
 from __future__ import annotations
 
@@ -114,3 +114,28 @@ class PoolOptions(Options):
     """Completion tokens of foreign groups in one step at most: groups of very long answers must not keep a node busy for minutes."""
     peer_share: float = Field(0.5, gt=0, le=1)
     """Largest fraction of a step's foreign groups that one peer may fill, but always one group."""
+
+
+Direction = Literal["forward", "reverse"]
+
+
+class DistillOptions(Options):
+    """`[distill]`: a low-rank adapter that makes sparse rollouts resemble the dense policy (DistillSparse, arXiv 2606.08446)."""
+
+    enabled: bool = False
+    """Train the adapter after each step and wear it while rolling out. It is never part of the policy that is trained or published."""
+    rank: int = Field(16, ge=1, le=1024)
+    """Rank of the adapter on every linear layer of the decoder blocks."""
+    alpha: int = Field(16, ge=1)
+    """Scale of the adapter: its product is multiplied by alpha / rank."""
+    direction: Direction = "forward"
+    """`forward`: KL(dense || sparse), which asks the rollout to cover whatever the policy would say; `reverse`: KL(sparse || dense)."""
+    coefficient: float = Field(1.0, gt=0)
+    """Factor of the divergence. AdamW does not feel the scale of a loss; the limit on the gradient's norm does."""
+    learning_rate: float = Field(2e-4, gt=0)
+    """Of AdamW, constant. The adapter starts at zero and bears far larger steps than the policy; too large ones cost acceptance where
+    little was missing."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest norm of the adapter's gradient; longer ones are scaled down to it."""
+    completions_per_step: int = Field(4, ge=1, le=1024)
+    """Completions that one update of the adapter learns from, drawn among the step's own ones that were long enough to be sparse."""

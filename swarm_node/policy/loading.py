@@ -17,11 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging as transformers_logging
 
 from swarm_node.policy import catalogue
-from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fingerprint import fingerprint_policy, fingerprint_tokenizer
 from swarm_node.policy.hardware import choose_device, choose_dtype, free_memory, training_bytes
 from swarm_node.policy.memory import move_to_huge_pages
-from swarm_node.policy.options import ModelOptions
+from swarm_node.policy.options import ModelError, ModelOptions
 from swarm_node.policy.parts import head_width, splits
 from swarm_node.policy.policy import Policy
 

@@ -1,4 +1,4 @@
-"""Options of the policy: which model a node trains, and how it is held."""
+"""Options of the policy: which model a node trains, how it is held, and the error that says why it cannot be."""
 
 from __future__ import annotations
 
@@ -26,3 +26,7 @@ class ModelOptions(Options):
     """Type of the model's weights; `auto` chooses by device, memory and what is trained, and says why. Adapters are always float32."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?)$")
     """Where the model lives: `cpu`, `cuda`, `cuda:1`, `mps`, `xpu`, or `auto`: an accelerator that works, else the CPU."""
+
+
+class ModelError(ValueError):
+    """The model cannot be had or held as asked: unknown, not pulled, damaged, too large. The message says what to do."""

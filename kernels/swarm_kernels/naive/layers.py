@@ -1,0 +1,38 @@
+"""The layers of a model as plain torch computes them, for backends that have nothing faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from swarm_kernels.checks import check_cache, check_prompts
+from swarm_kernels.interface import LayerWeights, NormWeight
+from swarm_kernels.layout import LayerCache
+from swarm_kernels.naive import elementwise, linear, prompt, sampling
+
+
+class PlainLayers:
+    """A part of `swarm_kernels.interface.Kernels`."""
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        return elementwise.add_norm(hidden, delta, weight, epsilon)
+
+    def gate(self, gates: Tensor, values: Tensor) -> Tensor:
+        return elementwise.gate(gates, values)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear.linear(x, weight, bias)
+
+    def attend_prompts(
+        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
+    ) -> Tensor:
+        check_cache(cache, query.dtype)
+        check_prompts(query, cache, table, bounds, starts, window)
+        return prompt.attend_prompts(query, cache, table, bounds, starts, scale=scale, window=window)
+
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return sampling.draw(logits, uniforms, temperature)
+
+    def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
+        return None
