@@ -2,6 +2,9 @@
 
 A checkpoint is a folder `step-00001200` with `weights.safetensors`, `optimiser.safetensors`, `state.json`, `bodies.bin` (each body after
 its length as a little-endian unsigned 64-bit integer) and `manifest.json`, which names every file's size and SHA-256.
+
+A damaged checkpoint takes no place of a sound one. The process that saves to the folder renames it to `damaged-step-00001200` when it finds
+it, and keeps the newest of those for whoever wants to look. What else lies in the folder is left alone.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import os
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 from safetensors import SafetensorError
@@ -26,18 +31,26 @@ _LOG = logging.getLogger(__name__)
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("weights.safetensors", "optimiser.safetensors", "state.json", "bodies.bin")
-_WRITING, _ASIDE, _REMOVING = ".writing-", ".aside-", ".removing-"
+_WRITING, _ASIDE, _REMOVING, _DAMAGED = ".writing-", ".aside-", ".removing-", "damaged-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room on the disk, none left of the user's quota, a file larger than is allowed: the same to a node."""
 _LENGTH = struct.Struct("<Q")
 _SLACK = 1 << 20
 """Bytes asked for beyond the contents: headers, manifest, folder entries."""
 
 
-class DiskFull(ValueError):
+class CheckpointError(ValueError):
+    """Checkpoints cannot be kept there; the message says why and what to do."""
+
+
+class DiskFull(CheckpointError):
     """There is no room for a checkpoint. Nothing was written."""
 
-    def __init__(self, need: int, free: int, folder: Path) -> None:
+    def __init__(self, need: int, free: int, folder: Path, reason: str = "") -> None:
+        """`reason` is the operating system's, where it refused though there seemed to be room."""
+        refused = f" ({reason})" if reason else ""
         super().__init__(
-            f"a checkpoint needs {need / 1e6:.1f} MB in {folder} and {free / 1e6:.1f} MB are free. "
+            f"a checkpoint needs {need / 1e6:.1f} MB in {folder} and {free / 1e6:.1f} MB are free{refused}. "
             "Make room there, or choose another home with --home."
         )
         self.need = need
@@ -72,19 +85,23 @@ class Checkpoint:
 
 
 def check_room(folder: Path, need: int) -> None:
-    """Whether `need` bytes fit on the disk of `folder`, which need not exist yet.
+    """Whether `need` bytes fit on the disk of `folder`, which need not exist yet; what `save_checkpoint` would remove for them counts.
 
     Raises:
         DiskFull: they do not.
+        CheckpointError: something else than a folder is there.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise CheckpointError(f"{existing} is not a folder: move it away, or choose another home with --home")
     free = shutil.disk_usage(existing).free
-    if free < need:
+    if free + sum(map(_bytes, _removable(folder))) < need:
         raise DiskFull(need, free, folder)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Write a checkpoint below `folder` and remove all but the newest `keep` (at least 1). A checkpoint of the same step is replaced.
+    """Write a checkpoint below `folder` and remove all but it and the newest sound ones, `keep` (at least 1) in all. A checkpoint of the
+    same step is replaced. Where room is short the oldest go before, but never the newest sound one.
 
     Killed at any moment, it leaves the earlier checkpoints complete; a second process must not save to the same folder.
 
@@ -93,36 +110,53 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    check_room(folder, checkpoint.size + _SLACK)
+    need = checkpoint.size + _SLACK
+    check_room(folder, need)
     folder.mkdir(parents=True, exist_ok=True)
     _clean(folder)
+    for old in _removable(folder):
+        if shutil.disk_usage(folder).free >= need:
+            break
+        _LOG.warning("%s is removed: the disk has no room for it and the checkpoint of step %d", old, checkpoint.step)
+        _remove(old)
     name = f"step-{checkpoint.step:08d}"
     temporary = folder / f"{_WRITING}{name}"
     temporary.mkdir()
     try:
         _write(temporary, checkpoint)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(temporary)
         # Another program took the room meanwhile. safetensors gives the operating system's error as text alone.
-        if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-            raise DiskFull(checkpoint.size + _SLACK, shutil.disk_usage(folder).free, folder) from error
+        for number in _FULL:
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                raise DiskFull(need, shutil.disk_usage(folder).free, folder, os.strerror(number)) from error
         raise
     final = folder / name
-    if final.exists():  # a folder cannot be renamed onto a full one; `_clean` puts it back if the next line is never reached
+    if os.path.lexists(final):  # a folder cannot be renamed onto a full one; `_clean` puts it back if the next line is never reached
         final.rename(folder / f"{_ASIDE}{name}")
     temporary.rename(final)
     _flush(folder)
     _clean(folder)
-    for old in _newest_first(folder)[keep:]:
+    others = [path for path in _newest_first(folder) if path != final and _is_whole(path)]
+    for old in others[keep - 1 :]:
         _remove(old)
     return final
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is what its manifest says, or None. For the process that saves to `folder`: leftovers are removed."""
-    if folder.is_dir():
-        _clean(folder)
-    return read_latest(folder)
+    """The newest checkpoint that is what its manifest says, or None. For the process that saves to `folder`: leftovers are removed, damaged
+    checkpoints set aside, and what does not belong there is named."""
+    if not folder.is_dir():
+        return None
+    _clean(folder)
+    strays = sorted(path.name for path in folder.iterdir() if not _NAME.fullmatch(path.name.removeprefix(_DAMAGED)))
+    if strays:
+        _LOG.warning("%s holds what is no checkpoint and is left alone: %s", folder, ", ".join(strays))
+    found = _first_sound(folder, _set_aside)
+    for old in _damaged(folder)[:-1]:
+        _LOG.warning("%s is removed: only the newest damaged checkpoint is kept", old)
+        _discard(old)
+    return found
 
 
 def read_latest(folder: Path) -> Checkpoint | None:
@@ -130,11 +164,16 @@ def read_latest(folder: Path) -> Checkpoint | None:
 
     Damaged checkpoints are passed over with a warning.
     """
-    for path in _newest_first(folder) if folder.is_dir() else ():
+    return _first_sound(folder, lambda path: path) if folder.is_dir() else None
+
+
+def _first_sound(folder: Path, damaged: Callable[[Path], Path]) -> Checkpoint | None:
+    """The newest checkpoint that can be read; `damaged` is called with the others on the way and says where they are then."""
+    for path in _newest_first(folder):
         try:
             return _read(path)
         except (_Damaged, OSError) as error:
-            _LOG.warning("checkpoint %s is damaged (%s); trying the one before", path, error)
+            _LOG.warning("checkpoint %s is damaged (%s); trying the one before. It is in %s", path, error, damaged(path))
     return None
 
 
@@ -157,32 +196,64 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 def _read(folder: Path) -> Checkpoint:
     """Raises _Damaged, or OSError where the disk does."""
     _verify(folder)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if state["format"] != _FORMAT:
-        raise _Damaged(f"its format is {state['format']}, and this version reads {_FORMAT}")
-    return Checkpoint(
-        step=state["step"],
-        weights=load_file(folder / "weights.safetensors"),
-        optimiser=load_file(folder / "optimiser.safetensors"),
-        state=state["state"],
-        bodies=_split((folder / "bodies.bin").read_bytes()),
-    )
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if state["format"] != _FORMAT:
+            raise _Damaged(f"its format is {state['format']}, and this version reads {_FORMAT}")
+        return Checkpoint(
+            step=state["step"],
+            weights=load_file(folder / "weights.safetensors"),
+            optimiser=load_file(folder / "optimiser.safetensors"),
+            state=state["state"],
+            bodies=_split((folder / "bodies.bin").read_bytes()),
+        )
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        struct.error,
+        SafetensorError,
+    ) as error:  # as its manifest says, and no checkpoint all the same
+        raise _Damaged(f"its contents cannot be read: {error!r}") from error
 
 
 def _verify(folder: Path) -> None:
+    """Raises _Damaged where a file is not what the manifest says."""
+    _verify_sizes(folder)
+    for name, entry in _manifest(folder).items():
+        if _sha256(folder / name) != entry["sha256"]:
+            raise _Damaged(f"{name} does not have the SHA-256 of its manifest")
+
+
+def _verify_sizes(folder: Path) -> None:
+    """The part of `_verify` that costs nothing."""
+    for name, entry in _manifest(folder).items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise _Damaged(f"{name} is missing") from None
+        if size != entry["bytes"]:
+            raise _Damaged(f"{name} has {size} bytes, its manifest says {entry['bytes']}")
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """What each file of a checkpoint should be."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        expected = {name: (manifest[name]["bytes"], manifest[name]["sha256"]) for name in _FILES}
-        for name, (size, digest) in expected.items():
-            path = folder / name
-            if path.stat().st_size != size:
-                raise _Damaged(f"{name} has {path.stat().st_size} bytes, its manifest says {size}")
-            if _sha256(path) != digest:
-                raise _Damaged(f"{name} does not have the SHA-256 of its manifest")
-    except FileNotFoundError as error:
-        raise _Damaged(f"{Path(error.filename).name} is missing") from error
+        return {name: {"bytes": manifest[name]["bytes"], "sha256": manifest[name]["sha256"]} for name in _FILES}
+    except FileNotFoundError:
+        raise _Damaged("manifest.json is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise _Damaged("its manifest is not readable") from error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file is there at its full size: cheap enough for every save, and what a kill or a full disk leaves behind fails it."""
+    try:
+        _verify_sizes(folder)
+    except (_Damaged, OSError):
+        return False
+    return True
 
 
 def _split(packed: bytes) -> list[bytes]:
@@ -201,24 +272,66 @@ def _newest_first(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def _removable(folder: Path) -> list[Path]:
+    """What may go when room is short, the first to go first: damaged checkpoints, then sound ones from the oldest, all but the newest."""
+    if not folder.is_dir():
+        return []
+    newest_first = _newest_first(folder)
+    sound = [path for path in newest_first if _is_whole(path)]
+    return _damaged(folder) + [path for path in newest_first if path not in sound] + sound[:0:-1]
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is in nobody's way."""
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    if os.path.lexists(aside):
+        _discard(aside)
+    path.rename(aside)
+    return aside
+
+
+def _damaged(folder: Path) -> list[Path]:
+    """Those that were set aside, the oldest first."""
+    found = [path for path in folder.iterdir() if _is_ours(path, _DAMAGED)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _is_ours(path: Path, prefix: str) -> bool:
+    """Whether a name is one that this module gives."""
+    return path.name.startswith(prefix) and _NAME.fullmatch(path.name.removeprefix(prefix)) is not None
+
+
 def _clean(folder: Path) -> None:
     """Remove what a killed process left, and put back a checkpoint that had stepped aside for one that never came."""
     for path in list(folder.iterdir()):
-        if path.name.startswith(_ASIDE):
+        if _is_ours(path, _ASIDE):
             original = folder / path.name.removeprefix(_ASIDE)
             if original.exists():
-                shutil.rmtree(path)
+                _discard(path)
             else:
                 path.rename(original)
-        elif path.name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(path)
+        elif _is_ours(path, _WRITING) or _is_ours(path, _REMOVING):
+            _discard(path)
 
 
 def _remove(path: Path) -> None:
     """Take the name away first, so that a half-removed folder is never mistaken for a checkpoint."""
-    leaving = path.with_name(f"{_REMOVING}{path.name}")
+    leaving = path.with_name(f"{_REMOVING}{path.name.removeprefix(_DAMAGED)}")
     path.rename(leaving)
-    shutil.rmtree(leaving)
+    _discard(leaving)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder with all that is in it, or whatever else has that name; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _bytes(path: Path) -> int:
+    """What removing a folder frees."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _sha256(path: Path) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -13,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from swarm_node import checkpoint as module
-from swarm_node.checkpoint import Checkpoint, DiskFull, check_room, load_latest, read_latest, save_checkpoint
+from swarm_node.checkpoint import Checkpoint, CheckpointError, DiskFull, check_room, load_latest, read_latest, save_checkpoint
 
 
 def make(step: int, size: int = 100) -> Checkpoint:
@@ -88,6 +91,63 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
         newest.write_bytes(b"")
     assert_same(load_latest(tmp_path), make(1))
     assert "step-00000002 is damaged" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000002", "step-00000001"]
+
+
+def test_damaged_checkpoints_fill_no_place_and_the_one_just_written_stays(tmp_path: Path) -> None:
+    for step in (2, 4):
+        damaged = save_checkpoint(tmp_path, make(step))
+        (damaged / "weights.safetensors").write_bytes(b"")
+    for step in (1, 3):
+        assert save_checkpoint(tmp_path, make(step), keep=2).is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    assert_same(load_latest(tmp_path), make(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000004", "step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_the_one_just_written_stays_though_others_have_a_higher_step(tmp_path: Path) -> None:
+    for step in (7, 8, 9):
+        save_checkpoint(tmp_path, make(step), keep=3)
+    save_checkpoint(tmp_path, make(1), keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_only_the_newest_damaged_checkpoint_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (2, 10_000_000_000, 4):
+        (save_checkpoint(tmp_path, make(step)) / "state.json").unlink()
+    assert load_latest(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged-step-10000000000"]
+    assert "damaged-step-00000002 is removed" in caplog.text
+
+
+def test_what_does_not_belong_there_is_left_alone_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_checkpoint(tmp_path, make(3))
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-old").mkdir()
+    (tmp_path / ".writing-a-letter").write_text("mine too")
+    (tmp_path / "step-00000009").write_text("a file with a checkpoint's name")
+    assert_same(load_latest(tmp_path), make(3))
+    save_checkpoint(tmp_path, make(9))
+    save_checkpoint(tmp_path, make(10))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".writing-a-letter",
+        "notes.txt",
+        "step-00000009",
+        "step-00000010",
+        "step-old",
+    ]
+    assert "left alone: .writing-a-letter, notes.txt, step-old" in caplog.text
+
+
+def test_contents_that_agree_with_their_manifest_and_make_no_sense_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, make(1))
+    for step, name, contents in ((2, "state.json", b"[]"), (3, "bodies.bin", b"abc"), (4, "weights.safetensors", b"no tensors")):
+        damaged = save_checkpoint(tmp_path, make(step), keep=9)
+        (damaged / name).write_bytes(contents)
+        manifest = json.loads((damaged / "manifest.json").read_text())
+        manifest[name] = {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+        (damaged / "manifest.json").write_text(json.dumps(manifest))
+    assert_same(load_latest(tmp_path), make(1))
 
 
 def test_a_checkpoint_of_another_format_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +191,47 @@ def test_without_room_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """A disk that holds two checkpoints of `make(step, size=1_000_000)`, and two thirds of a third; what is removed there is free again."""
+    size = 8_010_000  # two float32 tensors of a million, and the rest
+    capacity = int(2.7 * size)
+
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=capacity - sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    return size
+
+
+def test_the_oldest_makes_room_for_a_third_but_the_newest_never_goes(tmp_path: Path, small_disk: int) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, make(step, size=1_000_000))
+    check_room(tmp_path, small_disk)
+    assert len(list(tmp_path.iterdir())) == 2  # a start removes nothing yet
+    save_checkpoint(tmp_path, make(3, size=1_000_000))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    with pytest.raises(DiskFull):
+        check_room(tmp_path, 2 * small_disk)
+    with pytest.raises(DiskFull):
+        save_checkpoint(tmp_path, make(4, size=2_000_000))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_damaged_ones_make_room_before_sound_ones(tmp_path: Path, small_disk: int) -> None:
+    save_checkpoint(tmp_path, make(1, size=1_000_000))
+    (save_checkpoint(tmp_path, make(2, size=1_000_000)) / "state.json").unlink()
+    assert_same(load_latest(tmp_path), make(1, size=1_000_000))
+    save_checkpoint(tmp_path, make(3, size=1_000_000))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_file_where_the_folder_should_be_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="checkpoints is not a folder"):
+        check_room(tmp_path / "checkpoints", 1)
+
+
 def test_room_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     check_room(tmp_path / "not" / "yet", free // 2)
@@ -139,15 +240,19 @@ def test_room_is_checked_where_the_folder_will_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_while_writing_is_reported_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("as_text", [False, True], ids=["errno", "text"])
+def test_a_disk_that_fills_up_while_writing_is_reported_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, as_text: bool
+) -> None:
     save_checkpoint(tmp_path, make(1))
 
     def full(tensors: object, path: Path) -> None:
         path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SafetensorError(f"I/O error: {os.strerror(number)}") if as_text else OSError(number, os.strerror(number))
 
     monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(DiskFull):
+    with pytest.raises(DiskFull, match=os.strerror(number)):
         save_checkpoint(tmp_path, make(2))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert_same(load_latest(tmp_path), make(1))

@@ -20,7 +20,9 @@ def test_a_fault_can_be_put_in(fault: Fault) -> None:
 
 def test_the_list_covers_every_room_and_has_few_known_survivors() -> None:
     rooms = {fault.file.split("/")[1] for fault in FAULTS}
-    packages = [path for top in ("swarm_node", "kernels", "protocols") for path in (ROOT / top).iterdir() if (path / "__init__.py").exists()]
+    packages = [
+        path for top in ("swarm_node", "kernels", "protocols") for path in (ROOT / top).iterdir() if (path / "__init__.py").exists()
+    ]
     assert {path.name for path in packages} <= rooms
     assert len(FAULTS) >= 60
     assert len([fault for fault in FAULTS if fault.survives]) <= 3
