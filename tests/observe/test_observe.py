@@ -108,6 +108,11 @@ def test_fields_and_kinds_of_newer_versions_are_ignored() -> None:
     assert decode_row('{"kind":"dream","step":1,"time":2.0}') is None
     assert decode_row('{"kind":"step"}') is None
     assert decode_row("[]") is None
+    assert decode_row('{"kind":"step","step":"many","time":2.0}') is None
+    assert decode_row('{"kind":"step","step":null,"time":2.0}') is None
+    assert decode_row('{"kind":"step","step":1,"time":2.0,"rejections":[1]}') is None
+    assert decode_row('{"kind":["step"],"step":1,"time":2.0}') is None
+    assert decode_row("[" * 100_000) is None
 
 
 def test_every_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
