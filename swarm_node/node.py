@@ -42,7 +42,6 @@ from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
-from swarm_node.rollout.paged.engine import SparseEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
@@ -58,10 +57,6 @@ MAX_TRAINED_TOKENS = 8192
 
 ADAPTER = "rollout_adapter."
 """Before the names of the rollout adapter's tensors in a checkpoint."""
-
-
-class DistillError(ValueError):
-    """DistillSparse was asked for where it cannot run; the message says what to do."""
 
 
 class ResumeError(ValueError):
@@ -134,7 +129,7 @@ class Node:
         self.status = status or Status(clock)
         self.clock = clock
         self._noise_seed = node_seed(config.run.seed, peer_id)
-        self.engine: Engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
+        self.engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
         self.distiller = self._make_distiller()
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
@@ -286,15 +281,14 @@ class Node:
 
     def distill(self, groups: Sequence[ScoredGroup]) -> DistillReport | None:
         """Train the adapter that only rollouts wear, on the node's own completions; None when there is none or nothing is sparse."""
-        schedule = self.engine.schedule if isinstance(self.engine, SparseEngine) else None
-        if self.distiller is None or schedule is None:
+        if self.distiller is None or self.engine.schedule is None:
             return None
         samples = [
             (torch.from_numpy(group.prompt), torch.from_numpy(completion.tokens))
             for group in groups
             for completion in group.group.completions
         ]
-        return self.distiller.step(samples, schedule.budgets_at, self.config.rollout.temperature)
+        return self.distiller.step(samples, self.engine.schedule.budgets_at, self.config.rollout.temperature)
 
     def evaluate(self, split: Split) -> Evaluation:
         """Sampled accuracy on a split that is never trained on."""
@@ -331,13 +325,8 @@ class Node:
         options = self.config.distill
         if not options.enabled:
             return None
-        if not isinstance(self.engine, SparseEngine):
-            raise DistillError(
-                f"distill.enabled needs the sparse engine, and this node samples with {self.engine.name}: set distill.enabled=false, or "
-                "rollout.engine=sparse with a model that it knows"
-            )
         adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
-        self.engine.runner.adapter = adapter
+        self.engine.wear(adapter)
         return Distiller(self.policy.model, adapter, options, self._noise_seed)
 
     def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], sparse_budget: int) -> Group:

@@ -13,9 +13,10 @@ from swarm_protocols.group import Completion, Finish, hash_prompt
 
 from swarm_node.checkpoint import load_latest, save_checkpoint
 from swarm_node.network.gossip import NetworkReport, Received
-from swarm_node.node import DistillError, Node, ResumeError
+from swarm_node.node import Node, ResumeError
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
+from swarm_node.policy.rollout_adapter import AdapterError
 from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
@@ -120,7 +121,7 @@ def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwa
         np.testing.assert_equal([getattr(row, name) for row in after], [getattr(row, name) for row in rows[2:]])
 
     with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}  # type: ignore[dict-item]
-    with pytest.raises(DistillError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
+    with pytest.raises(AdapterError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
         alone(swarm, config=with_engine)
 
 
