@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from swarm_protocols.group import Completion
+from swarm_protocols.group import Completion, Finish
 from torch import Tensor
 
 from swarm_node.policy.parts import evaluating
@@ -104,6 +104,16 @@ class Rollout:
     report: RolloutReport
     observed: tuple[Observed, ...] = ()
     """As the requests asked."""
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of every completion, a list a group."""
+        return [[len(completion) for completion in group] for group in self.groups]
+
+    @property
+    def truncated(self) -> list[list[bool]]:
+        """Whether each ended at the token limit."""
+        return [[completion.finish is Finish.LENGTH for completion in group] for group in self.groups]
 
 
 class Engine(ABC):
