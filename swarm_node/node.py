@@ -134,7 +134,8 @@ class Node:
         self.distiller = self._make_distiller()
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
-        self.trainer = Trainer(policy, config.learning)
+        # Dr. GRPO divides by the longest completion that there can be.
+        self.trainer = Trainer(policy, config.learning.model_copy(update={"constant_length": config.rollout.max_new_tokens}))
         self.context = policy.context or DEFAULT_LIMITS.tokens_per_completion
         self.admission = FullAdmission(
             config.admission,
