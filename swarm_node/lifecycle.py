@@ -297,7 +297,7 @@ class Life:
         seed, collaboration = self.config.task.seed, self.config.learning.collaboration
         swarm = swarm_id(self.config.swarm, f"{task.name}@{seed} {collaboration}", self.policy.tokenizer_fingerprint)
         rules = AdmissionRules((task.name,), seed, self.config.admission, collaboration == "horizontal")
-        return Libp2pGossip.start(self.config.network, self.home.path, swarm, rules, identity=self.identity, name=self.home.path.name)
+        return Libp2pGossip.start(self.config.network, self.home.path, swarm, rules, identity=self.identity)
 
     def describe(self) -> dict[str, Any]:
         """What `swarm-node status` shows."""
