@@ -12,24 +12,28 @@ from collections.abc import Callable
 from typing import Any
 
 from swarm_node import __version__
-from swarm_node.checkpoint import Checkpoint, DiskFull, check_room, load_latest, save_checkpoint
+from swarm_node.checkpoint import Checkpoint, CheckpointError, check_room, load_latest, save_checkpoint
 from swarm_node.config import Config, save_config
-from swarm_node.home import Home
+from swarm_node.home import Home, HomeError
 from swarm_node.interrupt import Interrupt, Stopped
+from swarm_node.logs import log_to_file
 from swarm_node.network.admission.rules import AdmissionRules
 from swarm_node.network.identity import load_or_create
 from swarm_node.network.live import Libp2pGossip
 from swarm_node.network.swarm_id import swarm_id
 from swarm_node.node import Node, check_resumable
-from swarm_node.observe.metrics import EventRow, MetricsWriter
+from swarm_node.observe.metrics import EventRow, MetricsWriter, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.observe.status_file import StatusFile
 from swarm_node.observe.stepline import step_line
-from swarm_node.policy.loading import load_policy
+from swarm_node.policy.loading import check_model, load_policy
 from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy
+from swarm_node.profile import StepProfiler
+from swarm_node.rollout.sparsity.schedule import choose_schedule
 from swarm_node.tasks.base import Task
 from swarm_node.tasks.registry import load_task
+from swarm_node.terminal import Terminal
 
 Say = Callable[[str], None]
 
@@ -40,22 +44,23 @@ FIRST_PEER_S = 15.0
 """How long a node that was told whom to join waits for the first peer before it trains alone; it keeps dialling."""
 
 
-def say_now(line: str) -> None:
-    """Print a line at once, into a pipe too."""
-    print(line, flush=True)
-
-
-def run(config: Config, say: Say = say_now) -> int:
+def run(config: Config, say: Say | None = None, *, profile: bool = False) -> int:
     """Run a node until its steps or minutes are over or it is told to stop; returns the exit code: 1 when the last steps could not be
     saved, else 0.
+
+    Args:
+        say: gets every line that the node says; by default standard output.
+        profile: write into the home folder where the time of a step goes.
 
     Raises:
         ValueError: the configuration cannot be run (unknown model or task, home in use, no room for a checkpoint, a checkpoint of
             another model); nothing has been written then.
     """
+    say = say or Terminal()
     with Interrupt() as interrupt:
         try:
             with Home.open(config.home) as home:
+                config.network.check_listening()
                 task = load_task(config.task.name)
                 checkpoint = load_latest(home.checkpoints)
                 model = as_before(config.model, checkpoint)
@@ -65,6 +70,8 @@ def run(config: Config, say: Say = say_now) -> int:
                     check_resumable(checkpoint.state, policy)
                 check_room(home.checkpoints, checkpoint_bytes(policy))
                 life = Life(config, home, policy, task, checkpoint, interrupt, say)
+                if profile:
+                    life.profiler = StepProfiler(home.path, say)
                 try:
                     life.live()
                 except Stopped:
@@ -73,6 +80,17 @@ def run(config: Config, say: Say = say_now) -> int:
         except Stopped:
             say("stopped before the first step")
             return 0
+
+
+def check_names(config: Config) -> None:
+    """Whether everything that the configuration names is here: task, model, schedule.
+
+    Raises:
+        ValueError: something is not; the message says what to do.
+    """
+    load_task(config.task.name)
+    check_model(config.model)
+    choose_schedule(config.sparsity, config.model.name, config.home)
 
 
 def checkpoint_bytes(policy: Policy) -> int:
@@ -112,6 +130,7 @@ class Life:
             self.node = Node(config, policy=policy, task=task, peer_id=self.identity.peer_id, gossip=self.gossip, status=self.status)
             if checkpoint is not None:
                 self.node.restore(checkpoint)
+            self._open_files()
         except BaseException:
             self.gossip.close()
             raise
@@ -121,16 +140,14 @@ class Life:
         self.saved_step = self.node.steps if self.resumed else -1
         self.saved_at = time.monotonic()
         self.started_at = time.monotonic()
-        save_config(home.config, config)
-        self.metrics = MetricsWriter(home.metrics)
+        self.profiler: StepProfiler | None = None
+        self._told: set[str] = set()
         self.status_file = StatusFile(home.path, self.describe)
 
     def live(self) -> None:
-        """Train until the end; leaves a checkpoint of the last complete step behind, also when it is told to stop.
-
-        After an error it leaves the checkpoints as they are: the weights may be what went wrong.
+        """Train until the end. Whatever ends the loop (the end, a signal, an error), a checkpoint of the last complete step is left behind,
+        unless an error came in the middle of an update or left weights that are not finite.
         """
-        sound = False
         try:
             self._introduce()
             if self.config.run.eval_every and self.node.steps == 0:
@@ -138,28 +155,41 @@ class Life:
             self._find_peers()
             done = self._done()
             while not done:
-                row = self.node.step(before_update=self.interrupt.hold)
+                row = self._step()
                 self.metrics.write(row)
                 self.say(step_line(row))
+                self._say_notices()
                 if self._checkpoint_due():
                     self._checkpoint()
                 self.interrupt.release()
                 done = self._done()
                 if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or done):
                     self._evaluate()
-            self.interrupt.hold()
-            sound = True
-        except Stopped:
-            sound = True
-            raise
         finally:
             self.interrupt.hold()
-            self._leave(sound)
+            self._leave()
 
     @property
     def saved(self) -> bool:
         """Whether the last complete step is in a checkpoint."""
         return self.saved_step == self.node.steps
+
+    def _step(self) -> StepRow:
+        def step() -> StepRow:
+            return self.node.step(before_update=self.interrupt.hold)
+
+        return step() if self.profiler is None else self.profiler.run(step)
+
+    def _open_files(self) -> None:
+        """Raises HomeError when the home folder refuses them."""
+        try:
+            log_to_file(self.home.path)
+            save_config(self.home.config, self.config)
+            self.metrics = MetricsWriter(self.home.metrics)
+        except OSError as error:
+            raise HomeError(
+                f"{error.filename or self.home.path} cannot be written: {error.strerror}; choose another home with --home"
+            ) from error
 
     # -- parts of a life ----------------------------------------------------------------------------------------------------------
 
@@ -168,6 +198,7 @@ class Life:
             self.say(choice)
         self.say(f"peer id {self.identity.peer_id}, home {self.home.path}")
         addresses = self._wait_for_addresses()
+        self._say_notices()
         for address in addresses:
             self.say(f"others join with: swarm-node join --swarm {self.config.swarm} --peer {address}")
         if self.metrics.found_rows:  # without a checkpoint too: steps of a node that was killed before its first one are taken again
@@ -195,6 +226,13 @@ class Life:
             self.say(f"the network does not listen yet ({self.gossip.report().trouble}): training alone meanwhile")
         return addresses
 
+    def _say_notices(self) -> None:
+        """What the network's processes have found out about this machine since: each sentence once."""
+        for notice in self.gossip.report().notices:
+            if notice not in self._told:
+                self._told.add(notice)
+                self.say(f"network: {notice}")
+
     def _find_peers(self) -> None:
         """Wait a little for the first peer, if this node was told of any."""
         network = self.config.network
@@ -219,12 +257,12 @@ class Life:
         return self.node.steps % run.checkpoint_every == 0 or time.monotonic() - self.saved_at > 60 * run.checkpoint_minutes
 
     def _checkpoint(self) -> None:
-        """Save; a disk that has filled up costs the checkpoint and not the run, and the next one is tried when it is due."""
+        """Save; a disk that has filled up or refuses costs the checkpoint and not the run, and the next one is tried when it is due."""
         self.status.enter(State.CHECKPOINTING)
         self.saved_at = time.monotonic()
         try:
             save_checkpoint(self.home.checkpoints, self.node.checkpoint())
-        except DiskFull as error:
+        except (CheckpointError, OSError) as error:
             self.say(f"no checkpoint of step {self.node.steps}: {error}")
             self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="checkpoint-failed", detail=str(error)))
             return
@@ -238,13 +276,13 @@ class Life:
             f"± {evaluation.standard_error:.3f} · length {evaluation.length_mean:.0f}"
         )
 
-    def _leave(self, sound: bool) -> None:
+    def _leave(self) -> None:
         self.status.enter(State.STOPPING)
         # Processes take seconds to end, and so does a large checkpoint: both together stay below the ten seconds that a stop may take.
         closing = threading.Thread(target=self.gossip.close, name="closing-network")
         closing.start()
         try:
-            if sound and not self.saved:
+            if not self.saved and self.node.is_sound():
                 self._checkpoint()
             if self.saved:
                 self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
@@ -276,6 +314,7 @@ class Life:
             "peer_id": self.identity.peer_id,
             "addresses": list(network.addresses),
             "peers": network.peers,
+            "notices": list(network.notices),
             "restarts": network.restarts,
             "groups_sent": self.node.totals.groups_sent,
             "groups_received": network.received,

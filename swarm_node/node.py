@@ -155,6 +155,7 @@ class Node:
         self._sequence = time.time_ns() if sequence is None else sequence
         self._increments = Increments()
         self._boundary = self._state()
+        self._updating = False
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +166,11 @@ class Node:
             before_update: called before anything that a checkpoint holds changes, the weights first. Until then the step can be
                 abandoned by an exception and `checkpoint` still describes the step before; afterwards it must be left to finish.
         """
+
+        def update() -> None:
+            before_update()
+            self._updating = True
+
         began = time.perf_counter()
         self.status.enter(State.ROLLING_OUT, step=self.steps)
         problems, prompts = self.next_problems()
@@ -179,10 +185,10 @@ class Node:
         self.status.enter(State.LEARNING)
         for group in (*sampled.groups, *admitted):
             self.pool.add(group)
-        learned = self.trainer.step(self.draw(), before_update)
+        learned = self.trainer.step(self.draw(), update)
         if learned.dropped_for_memory:
             log.warning("%d foreign groups did not fit into memory and were left out", learned.dropped_for_memory)
-        before_update()  # the books of a step without an update must not be torn either
+        update()  # the books of a step without an update must not be torn either
         distilled = self.distill(sampled.groups)
         self.engine.policy_updated(self.steps + 1)
 
@@ -198,6 +204,7 @@ class Node:
         self.totals.own_groups_used += learned.own_groups
         self.totals.foreign_groups_used += learned.foreign_groups
         self._boundary = self._state()
+        self._updating = False
         self.gossip.progress(self.steps, self.policy.name)
         return self._row(sampled, observed, learned, distilled, len(admitted), time.perf_counter() - began)
 
@@ -369,6 +376,10 @@ class Node:
         if self.distiller is not None:
             optimiser |= {f"{ADAPTER}{name}": tensor for name, tensor in self.distiller.state_dict().items()}
         return Checkpoint(step=self.steps, weights=weights, optimiser=optimiser, state=state, bodies=bodies)
+
+    def is_sound(self) -> bool:
+        """Whether `checkpoint` describes the last complete step: no update was left half done, and every weight is finite."""
+        return not self._updating and all(bool(parameter.isfinite().all()) for parameter in self.policy.trainable().values())
 
     def _state(self) -> tuple[dict[str, Any], list[bytes]]:
         pool = self.pool.state()

@@ -47,10 +47,13 @@ def show(
 
 @app.command(epilog="Example: swarm-node config check config.toml")
 def check(file: Annotated[Path, typer.Argument(help="The configuration file.")]) -> None:
-    """Check a configuration file; every problem is named with its line. Exit code 2 if there is one."""
+    """Check a configuration file: every option, named with its line, then the task and the model. Exit code 2 if something is wrong."""
     from swarm_node.config import load_config
 
     loaded = load_config(file)
+    from swarm_node.lifecycle import check_names
+
+    check_names(loaded.config)
     print(f"{file}: good, {len(loaded.sources)} options set")
 
 

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from swarm_node.network.identity import decode_base58
 
 EXAMPLE = "/ip4/192.0.2.7/tcp/31310/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
@@ -19,6 +21,10 @@ _HOST_NAME = re.compile(
 
 class AddressError(ValueError):
     """A multiaddr that this node cannot use; the message names it and shows a good one."""
+
+
+class ListenError(AddressError):
+    """An address that was asked for cannot be listened on."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,28 @@ def free_addresses(wanted: Sequence[Address]) -> tuple[list[Address], tuple[str,
         else:
             notices.append(f"cannot listen on {address.transport} ({problem.strerror}): others cannot dial this node there")
     return free, tuple(notices)
+
+
+def check_free(address: Address) -> None:
+    """Raise ListenError where `address` cannot be listened on."""
+    problem = _why_not(address) if address.port else None
+    if problem is None:
+        return
+    if problem.errno == errno.EADDRINUSE:
+        why = f"{_holder_of(address.port)} holds port {address.port}. Stop it, give another port, or 0 for any"
+    else:
+        why = f"{problem.strerror}. Give an address of this machine, or 0.0.0.0 for all of them"
+    raise ListenError(f"cannot listen on {address.transport}: {why}")
+
+
+def _holder_of(port: int) -> str:
+    """Who listens on a port, as far as this process may know."""
+    try:
+        pids = {link.pid for link in psutil.net_connections("tcp") if link.status == psutil.CONN_LISTEN and link.laddr[1] == port}
+        names = [f"process {pid} ({psutil.Process(pid).name()})" for pid in pids if pid is not None]
+    except psutil.Error:
+        names = []
+    return names[0] if names else "another process"
 
 
 def _why_not(address: Address) -> OSError | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pydantic import Field, ValidationInfo, field_validator
 from swarm_protocols.limits import DEFAULT_LIMITS
 
-from swarm_node.network.addresses import parse_address, parse_dialable, parse_peer, parse_with_peer
+from swarm_node.network.addresses import Address, check_free, parse_address, parse_dialable, parse_peer, parse_with_peer
 from swarm_node.options import Options
 
 DEFAULT_PORT = 31310
-"""TCP port of the gossip host; when it is taken, another one is used and shown."""
+"""TCP port of the gossip host."""
 DEFAULT_DIRECTORY_PORT = 31311
 
 _CHECKS = {"listen": parse_address, "directory_listen": parse_address, "peers": parse_peer, "directory_peers": parse_with_peer}
@@ -18,8 +18,9 @@ _CHECKS = {"listen": parse_address, "directory_listen": parse_address, "peers": 
 class NetworkOptions(Options):
     """`[network]`: who this node talks to, and how much it takes from others."""
 
-    listen: tuple[str, ...] = (f"/ip4/0.0.0.0/tcp/{DEFAULT_PORT}",)
-    """Multiaddrs to listen on. Port 0 means any; a port that is taken is replaced by another one, which the node shows."""
+    listen: tuple[str, ...] = ()
+    """Multiaddrs to listen on, port 0 for any; one that cannot be had is an error. Empty: port 31310 on every interface, or another port
+    where that is taken, which the node shows."""
     announce: tuple[str, ...] = ()
     """Multiaddrs that others should dial, when the node cannot see them itself: behind a forwarded port, or a container's name."""
     peers: tuple[str, ...] = ()
@@ -27,8 +28,8 @@ class NetworkOptions(Options):
     answers there, which suits containers that know each other by name and protects from nothing."""
     directory: bool = True
     """Run the hivemind DHT directory, by which nodes of one swarm find each other."""
-    directory_listen: str = f"/ip4/0.0.0.0/tcp/{DEFAULT_DIRECTORY_PORT}"
-    """Multiaddr the directory listens on; a port that is taken is replaced by another one."""
+    directory_listen: str = ""
+    """Multiaddr the directory listens on, by the same rule. Empty: port 31311 on every interface, or another one."""
     directory_announce: tuple[str, ...] = ()
     """Multiaddrs that other directories should dial, when this one cannot see them itself."""
     directory_peers: tuple[str, ...] = ()
@@ -61,8 +62,25 @@ class NetworkOptions(Options):
     def _check_addresses(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
         field = info.field_name or ""
         check = _CHECKS.get(field, parse_dialable)
-        for text in (value,) if isinstance(value, str) else value:
+        for text in filter(None, (value,)) if isinstance(value, str) else value:
             check(text)
-        if field == "listen" and not value:
-            raise ValueError(f"listen must name at least one address, for example /ip4/0.0.0.0/tcp/{DEFAULT_PORT}")
         return value
+
+    @property
+    def host_addresses(self) -> list[Address]:
+        """Where the gossip host listens."""
+        return [parse_address(text) for text in self.listen or (f"/ip4/0.0.0.0/tcp/{DEFAULT_PORT}",)]
+
+    @property
+    def directory_address(self) -> Address:
+        """Where the directory listens."""
+        return parse_address(self.directory_listen or f"/ip4/0.0.0.0/tcp/{DEFAULT_DIRECTORY_PORT}")
+
+    def check_listening(self) -> None:
+        """Whether the addresses that were asked for can be listened on, now and here.
+
+        Raises:
+            ListenError: one cannot; the message says why.
+        """
+        for text in (*self.listen, *filter(None, (self.directory_listen if self.directory else "",))):
+            check_free(parse_address(text))

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from pydantic import TypeAdapter, ValidationError
+
 log = logging.getLogger(__name__)
 
 NAN = math.nan
@@ -175,6 +177,7 @@ class EventRow:
 
 Row = StepRow | EvalRow | EventRow
 KINDS: Mapping[str, type[Row]] = {row.kind: row for row in (StepRow, EvalRow, EventRow)}
+_READERS: Mapping[type[Row], TypeAdapter[Row]] = {row: TypeAdapter(row) for row in KINDS.values()}
 
 
 def encode_row(row: Row) -> str:
@@ -187,19 +190,19 @@ def encode_row(row: Row) -> str:
 
 
 def decode_row(line: str) -> Row | None:
-    """The row that a line holds, or None for a torn line or a kind of a newer version. Fields it does not know are ignored."""
+    """The row that a line holds, or None for a torn or damaged line or a kind of a newer version. Fields it does not know are ignored."""
     try:
         values = json.loads(line)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
-    kind = KINDS.get(values.pop("kind", "")) if isinstance(values, dict) else None
+    kind = KINDS.get(str(values.pop("kind", ""))) if isinstance(values, dict) else None
     if kind is None:
         return None
     known = {item.name for item in dataclasses.fields(kind)}
     fields: dict[str, Any] = {name: NAN if value is None else value for name, value in values.items() if name in known}
     try:
-        return kind(**fields)
-    except TypeError:  # a required field is missing
+        return _READERS[kind].validate_python(fields)
+    except ValidationError:  # a field is missing, or of another type
         return None
 
 

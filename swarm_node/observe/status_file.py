@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 FILE = "status.json"
 
 
+class StatusError(ValueError):
+    """The status cannot be read; the message says why."""
+
+
 class StatusFile:
     """Rewrites the file every `interval` seconds from a thread of its own, and once more when it is closed."""
 
@@ -51,10 +55,20 @@ class StatusFile:
 
 
 def read_status(home: Path) -> dict[str, Any] | None:
-    """What the file says, or None where no node has run."""
+    """What the file says, or None where no node has run.
+
+    Raises:
+        StatusError: it cannot be read, or holds something else.
+    """
+    path = home / FILE
     try:
-        status = json.loads((home / FILE).read_text(encoding="utf-8"))
+        status = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    assert isinstance(status, dict)
+    except OSError as error:
+        raise StatusError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):  # not UTF-8, not JSON
+        status = None
+    if not isinstance(status, dict):
+        raise StatusError(f"{path} is damaged: a running node writes it anew within a second; otherwise start the node, or remove the file")
     return status

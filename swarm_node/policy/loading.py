@@ -82,6 +82,16 @@ def load_policy(options: ModelOptions) -> Policy:
     )
 
 
+def check_model(options: ModelOptions) -> None:
+    """Whether the model is here or can be had, as far as that shows without its weights.
+
+    Raises:
+        ModelError: as `load_policy`.
+    """
+    name, _ = _choose_name(options.name, choose_device(options.device)[0])
+    _read(_locate(name), AutoConfig, "configuration")
+
+
 def _choose_name(wanted: str, device: torch.device) -> tuple[str, str]:
     if wanted != "auto":
         return wanted, f"model {wanted}: as asked"

@@ -70,7 +70,8 @@ class Directory:
 
     async def run(self) -> None:
         """Start and serve for ever. Raises when the daemon does not start."""
-        listen, notices = free_addresses([parse_address(self._config.options.directory_listen)])
+        options = self._config.options
+        listen, notices = free_addresses([options.directory_address]) if not options.directory_listen else ([options.directory_address], ())
         self._notices = [f"directory: {sentence}" for sentence in notices]
         self._node = await DHTNode.create(
             host_maddrs=[address.transport for address in listen],
