@@ -258,7 +258,11 @@ def _verify(folder: Path) -> None:
 
 
 def _verify_sizes(folder: Path) -> None:
-    """The part of `_verify` that costs nothing: what a kill or a full disk leaves behind fails it. Raises _Damaged, _OtherFormat, OSError."""
+    """The part of `_verify` that costs nothing; what a kill or a full disk leaves behind fails it.
+
+    Raises:
+        _Damaged, _OtherFormat, OSError: as `_read`.
+    """
     _verify_format(folder)
     for name, entry in _manifest(folder).items():
         try:
