@@ -30,6 +30,7 @@ from swarm_node.policy.loading import check_model, load_policy
 from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy
 from swarm_node.profile import StepProfiler
+from swarm_node.rollout.create import check_engine
 from swarm_node.rollout.sparsity.schedule import choose_schedule
 from swarm_node.tasks.base import Task
 from swarm_node.tasks.registry import load_task
@@ -84,15 +85,21 @@ def run(config: Config, say: Say | None = None, *, profile: bool = False) -> int
             return 0
 
 
-def check_names(config: Config) -> None:
-    """Whether everything that the configuration names is here: task, model, schedule.
-
-    Raises:
-        ValueError: something is not; the message says what to do.
-    """
-    load_task(config.task.name)
-    check_model(config.model)
-    choose_schedule(config.sparsity, config.model.name, config.home)
+def find_problems(config: Config) -> list[tuple[str, ValueError]]:
+    """What `run` would refuse, as far as that shows without loading weights, listening, or opening the home: option and error."""
+    checks: dict[str, Callable[[], object]] = {
+        "task.name": lambda: load_task(config.task.name),
+        "model.name": lambda: check_model(config.model),
+        "rollout.engine": lambda: check_engine(config.rollout),
+        "sparsity.schedule": lambda: choose_schedule(config.sparsity, config.model.name, config.home),
+    }
+    problems = []
+    for key, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            problems.append((key, error))
+    return problems
 
 
 def checkpoint_bytes(policy: Policy) -> int:
@@ -289,6 +296,8 @@ class Life:
         try:
             if not self.saved:
                 self._checkpoint()
+            if self.profiler is not None:
+                self.profiler.close()
             if self.saved and self.node.steps:
                 self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
         finally:
