@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,21 +69,8 @@ class Evaluation:
 
     def row(self, step: int, time: float) -> EvalRow:
         """As a row of the metrics file, measured after `step` optimiser steps."""
-        return EvalRow(
-            step=step,
-            time=time,
-            task=self.task,
-            split=self.split,
-            problems=self.problems,
-            samples=self.samples,
-            accuracy=self.accuracy,
-            standard_error=self.standard_error,
-            reward_mean=self.reward_mean,
-            length_mean=self.length_mean,
-            length_max=self.length_max,
-            truncated_share=self.truncated_share,
-            seconds=self.seconds,
-        )
+        measured = {item.name: getattr(self, item.name) for item in fields(EvalRow) if item.name not in ("step", "time")}
+        return EvalRow(step=step, time=time, **measured)
 
 
 def evaluate(

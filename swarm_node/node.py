@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from swarm_protocols.codec import decode_group, encode_group
-from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemRef, hash_prompt
+from swarm_protocols.group import Completion, Group, PolicyTag, ProblemRef, hash_prompt
 from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.reject import Rejected
 
@@ -42,7 +43,6 @@ from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
-from swarm_node.rollout.paged.engine import SparseEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
@@ -58,10 +58,6 @@ MAX_TRAINED_TOKENS = 8192
 
 ADAPTER = "rollout_adapter."
 """Before the names of the rollout adapter's tensors in a checkpoint."""
-
-
-class DistillError(ValueError):
-    """DistillSparse was asked for where it cannot run; the message says what to do."""
 
 
 class ResumeError(ValueError):
@@ -134,11 +130,12 @@ class Node:
         self.status = status or Status(clock)
         self.clock = clock
         self._noise_seed = node_seed(config.run.seed, peer_id)
-        self.engine: Engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
+        self.engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
         self.distiller = self._make_distiller()
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
-        self.trainer = Trainer(policy, config.learning)
+        # Dr. GRPO divides by the longest completion that there can be.
+        self.trainer = Trainer(policy, config.learning.model_copy(update={"constant_length": config.rollout.max_new_tokens}))
         self.context = policy.context or DEFAULT_LIMITS.tokens_per_completion
         self.admission = FullAdmission(
             config.admission,
@@ -153,9 +150,17 @@ class Node:
         """Arrived faster than they could be learned from: dropped before they cost anything."""
         self.steps = 0
         self._sequence = time.time_ns() if sequence is None else sequence
-        self._increments = Increments()
+        self._arrivals, self._refusals = Increments(), Increments()
         self._boundary = self._state()
         self._updating = False
+
+    def _make_distiller(self) -> Distiller | None:
+        options = self.config.distill
+        if not options.enabled:
+            return None
+        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
+        self.engine.wear(adapter)
+        return Distiller(self.policy.model, adapter, options, self._noise_seed)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------
 
@@ -192,11 +197,8 @@ class Node:
         distilled = self.distill(sampled.groups)
         self.engine.policy_updated(self.steps + 1)
 
-        observed = self.controller.observe(
-            [[len(completion) for completion in group] for group in sampled.rollout.groups],
-            [[completion.finish is Finish.LENGTH for completion in group] for group in sampled.rollout.groups],
-            Cost(sampled.rollout.report.seconds, sampled.rollout.report.slot_idle_share),
-        )
+        rollout, report = sampled.rollout, sampled.rollout.report
+        observed = self.controller.observe(rollout.lengths, rollout.truncated, Cost(report.seconds, report.slot_idle_share))
         self.steps += 1
         gamma = self.config.control.gamma
         self.totals.straggler_sum = gamma * self.totals.straggler_sum + observed.rate
@@ -293,15 +295,14 @@ class Node:
 
     def distill(self, groups: Sequence[ScoredGroup]) -> DistillReport | None:
         """Train the adapter that only rollouts wear, on the node's own completions; None when there is none or nothing is sparse."""
-        schedule = self.engine.schedule if isinstance(self.engine, SparseEngine) else None
-        if self.distiller is None or schedule is None:
+        if self.distiller is None or self.engine.schedule is None:
             return None
         samples = [
             (torch.from_numpy(group.prompt), torch.from_numpy(completion.tokens))
             for group in groups
             for completion in group.group.completions
         ]
-        return self.distiller.step(samples, schedule.budgets_at, self.config.rollout.temperature)
+        return self.distiller.step(samples, self.engine.schedule.budgets_at, self.config.rollout.temperature)
 
     def evaluate(self, split: Split) -> Evaluation:
         """Sampled accuracy on a split that is never trained on."""
@@ -333,19 +334,6 @@ class Node:
                 self.totals.reward_errors += 1
                 scores.append(None)
         return scores
-
-    def _make_distiller(self) -> Distiller | None:
-        options = self.config.distill
-        if not options.enabled:
-            return None
-        if not isinstance(self.engine, SparseEngine):
-            raise DistillError(
-                f"distill.enabled needs the sparse engine, and this node samples with {self.engine.name}: set distill.enabled=false, or "
-                "rollout.engine=sparse with a model that it knows"
-            )
-        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
-        self.engine.runner.adapter = adapter
-        return Distiller(self.policy.model, adapter, options, self._noise_seed)
 
     def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], sparse_budget: int) -> Group:
         self._sequence += 1
@@ -435,26 +423,33 @@ class Node:
 
     def rejections(self) -> dict[str, int]:
         """Reject reason -> count, of both halves of admission."""
-        counts = dict(self.admission.rejections)
-        for reason, count in self.gossip.report().rejections.items():
-            counts[reason] = counts.get(reason, 0) + count
-        return counts
+        return dict(Counter(self.admission.rejections) + Counter(self.gossip.report().rejections))
 
     def _row(
         self, sampled: Sampled, observed: Observation, learned: StepReport, distilled: DistillReport | None, admitted: int, seconds: float
     ) -> StepRow:
-        network = self.gossip.report()
-        lengths = np.array([len(completion) for group in sampled.rollout.groups for completion in group])
-        cut = np.array([completion.finish is Finish.LENGTH for group in sampled.rollout.groups for completion in group])
+        network, rollout = self.gossip.report(), sampled.rollout
         rewards = np.array([reward.value for reward in sampled.rewards] or [np.nan])
         correct = np.array([float(reward.correct) for reward in sampled.rewards] or [np.nan])
-        used = learned.own_groups + learned.foreign_groups
-        since = self._increments.of(
-            {"received": network.received, "dropped": network.dropped + self.groups_unread, "restarts": network.restarts}
-        )
-        refused = self._increments.of({f"rejected {reason}": count for reason, count in self.rejections().items()})
-        report, metrics = sampled.rollout.report, learned.metrics
-        return StepRow(
+        lengths = np.concatenate(rollout.lengths)
+        refused = self._refusals.of(self.rejections())
+        return StepRow.gather(
+            {
+                "decision": sampled.decision,
+                "rollout": rollout.report,
+                "learned": learned,
+                "metrics": learned.metrics,
+                "distilled": distilled,
+                "observed": observed,
+                "network": network,
+            },
+            **self._arrivals.of(
+                {
+                    "groups_received": network.received,
+                    "groups_dropped": network.dropped + self.groups_unread,
+                    "network_restarts": network.restarts,
+                }
+            ),
             step=self.steps,
             time=self.clock(),
             seconds=seconds,
@@ -463,51 +458,12 @@ class Node:
             accuracy=float(correct.mean()),
             length_mean=float(lengths.mean()),
             length_max=int(lengths.max()),
-            truncated_share=float(cut.mean()),
-            group_size=sampled.decision.size,
-            sagc_lambda=observed.multiplier,
+            truncated_share=float(np.concatenate(rollout.truncated).mean()),
             straggler_rate=self.totals.straggler_sum / self.totals.straggler_weight,
             straggler_target=self.config.control.delta,
             feasible=not observed.infeasible,
-            own_groups_used=learned.own_groups,
-            foreign_groups_used=learned.foreign_groups,
-            foreign_share=learned.foreign_groups / used if used else np.nan,
             pool_groups=len(self.pool),
-            kept_share=metrics.kept_share,
-            zero_variance_share=learned.zero_variance_share,
-            stepped=learned.stepped,
-            skipped=learned.skipped,
-            loss=learned.loss,
-            grad_norm=learned.grad_norm,
-            learning_rate=learned.learning_rate,
-            ratio_mean=metrics.ratio_mean,
-            ratio_max=metrics.ratio_max,
-            ratio_truncated_share=metrics.ratio_truncated_share,
-            clip_fraction=metrics.clip_fraction,
-            approx_kl=metrics.approx_kl,
-            approx_kl_sum=metrics.approx_kl_sum,
-            entropy=metrics.entropy,
-            rollout_tokens=report.tokens,
-            rollout_seconds=report.seconds,
-            rollout_tokens_per_second=report.tokens_per_second,
-            slot_idle_share=report.slot_idle_share,
-            straggler_seconds=report.straggler_seconds,
-            preemptions=report.preemptions,
-            sparse_share=report.sparse_share,
-            sparse_budget=report.largest_budget,
-            acceptance_p5=report.acceptance_p5,
-            schedule_change=report.schedule_change,
-            distill_loss=np.nan if distilled is None else distilled.loss,
-            distill_seconds=np.nan if distilled is None else distilled.seconds,
-            learning_tokens=learned.tokens,
-            learning_seconds=learned.seconds,
-            learning_tokens_per_second=learned.tokens_per_second,
-            peers=network.peers,
             groups_sent=len(sampled.groups),
-            groups_received=since.get("received", 0),
             groups_admitted=admitted,
-            groups_dropped=since.get("dropped", 0),
-            network_restarts=since.get("restarts", 0),
-            rejections={name.removeprefix("rejected "): count for name, count in refused.items()},
-            waiting_for=network.trouble,
+            rejections={reason: count for reason, count in refused.items() if count},
         )

@@ -46,10 +46,14 @@ class Terminal:
             abandon_output()
 
 
-def flush_output() -> OSError | None:
-    """Write what standard output still holds; where it refuses, give that up and return why."""
+def flush_output(probe: bool = False) -> OSError | None:
+    """Write what standard output still holds; where it refuses, give that up and return why.
+
+    Args:
+        probe: write an empty line as well: where nothing is buffered, there may be nothing left to be refused.
+    """
     try:
-        sys.stdout.flush()
+        print(end="\n" if probe else "", flush=True)
     except OSError as error:
         abandon_output()
         return error

@@ -81,7 +81,7 @@ def main() -> None:
         code = leaving.code
     except Exception as error:  # noqa: BLE001  # the last handler: nobody is shown a traceback
         failure = error
-    refused = flush_output()
+    refused = flush_output(probe=isinstance(failure, OSError))
     if refused is not None and (failure is None or (isinstance(failure, OSError) and failure.errno == refused.errno)):
         code = code or EXIT_FAILED
         if refused.errno != errno.EPIPE:  # who closed a pipe knows

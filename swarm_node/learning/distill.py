@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm_node.learning.optimiser import Optimiser
 from swarm_node.learning.options import Direction, DistillOptions, LearningOptions
-from swarm_node.policy.parts import head
+from swarm_node.policy.parts import evaluating, head
 from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.policy.sparse_attention import completion_hidden, sparse_positions
 
@@ -166,17 +166,15 @@ def _decoded(prompt: Tensor, completion: Tensor) -> NDArray[np.int64]:
 @contextmanager
 def _only_the_adapter_learns(model: nn.Module) -> Iterator[None]:
     """The policy in evaluation mode and without gradients of its own; as it was when the context ends."""
-    training = model.training
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval()
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        model.train(training)
 
 
 def divergence(dense_logits: Tensor, sparse_logits: Tensor, direction: Direction, temperature: float = 1.0) -> Tensor:

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from swarm_protocols.limits import DEFAULT_LIMITS
 
 from swarm_node.network.addresses import Address, check_free, parse_address, parse_dialable, parse_listening, parse_peer, parse_with_peer
-from swarm_node.options import Options
+from swarm_node.options import Options, constant
 
 DEFAULT_PORT = 31310
 """TCP port of the gossip host."""
@@ -34,27 +34,27 @@ class NetworkOptions(Options):
     """Multiaddrs that other directories should dial, when this one cannot see them itself."""
     directory_peers: tuple[str, ...] = ()
     """Multiaddrs of other nodes' directories, with /p2p/PEER-ID."""
-    remember: bool = True
+    remember: bool = constant(True)
     """Keep the addresses of peers in the home folder and dial them at the next start."""
     max_peers: int = Field(64, ge=1, le=1000)
     """Connections to keep at most."""
-    degree: int = Field(4, ge=1, le=16)
+    degree: int = constant(4, ge=1, le=16)
     """Neighbours in the gossip mesh. Measured: 8 nodes at degree 4 and 16 nodes at degree 3 deliver everything."""
-    heartbeat_s: float = Field(1.0, ge=0.1, le=30)
+    heartbeat_s: float = constant(1.0, ge=0.1, le=30)
     """Seconds between repairs of the mesh. py-libp2p's own default is 120."""
-    inline_limit: int = Field(DEFAULT_LIMITS.inline_bytes, ge=1, le=DEFAULT_LIMITS.inline_bytes)
+    inline_limit: int = constant(DEFAULT_LIMITS.inline_bytes, ge=1, le=DEFAULT_LIMITS.inline_bytes)
     """Bytes of the largest body that travels inside a gossip message; larger ones are announced and pulled, which costs less."""
-    held_bytes: int = Field(128 * 1024 * 1024, ge=1024 * 1024)
+    held_bytes: int = constant(128 * 1024 * 1024, ge=1024 * 1024)
     """Bytes of large bodies kept so that peers can pull them; the oldest go first."""
-    inbox_bodies: int = Field(2048, ge=1)
+    inbox_bodies: int = constant(2048, ge=1)
     """Bodies that wait for the learner at most; the oldest are dropped and counted."""
-    inbox_bytes: int = Field(256 * 1024 * 1024, ge=1024 * 1024)
+    inbox_bytes: int = constant(256 * 1024 * 1024, ge=1024 * 1024)
     """Bytes of bodies that wait for the learner at most."""
-    stream_timeout_s: float = Field(10.0, ge=0.5, le=120)
+    stream_timeout_s: float = constant(10.0, ge=0.5, le=120)
     """Seconds that a peer may stay silent in the middle of an answer."""
-    ping_s: float = Field(10.0, ge=0.2, le=300)
+    ping_s: float = constant(10.0, ge=0.2, le=300)
     """Seconds between two questions to each peer whether it is still there; one that stays silent for 5 s is disconnected."""
-    redial_max_s: float = Field(60.0, ge=1)
+    redial_max_s: float = constant(60.0, ge=1)
     """Longest pause between two attempts to reach a known peer or directory; attempts never end."""
 
     @field_validator("listen", "announce", "peers", "directory_listen", "directory_announce", "directory_peers")

@@ -30,6 +30,11 @@ RESUME = "resume"
 """Name of the event that supersedes rows above its step."""
 
 
+def taken(source: str, default: Any = NAN) -> Any:
+    """A field that is filled from one of a step's reports: the report's name and, where the field's own name is not it, the attribute's."""
+    return field(default=default, metadata={"source": source})
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
     """One step of one node. Shares are in [0, 1], lengths in tokens, log quantities in nats."""
@@ -54,9 +59,9 @@ class StepRow:
     """Share that ended at the token limit."""
 
     # Control (SAGC).
-    group_size: int = 0
+    group_size: int = taken("decision.size", 0)
     """G of this step."""
-    sagc_lambda: float = NAN
+    sagc_lambda: float = taken("observed.multiplier")
     """The controller's multiplier."""
     straggler_rate: float = NAN
     """The long-run rate that is held against the target."""
@@ -66,63 +71,63 @@ class StepRow:
     """False while even the smallest G breaks the target."""
 
     # What was learned from.
-    own_groups_used: int = 0
-    foreign_groups_used: int = 0
-    foreign_share: float = NAN
+    own_groups_used: int = taken("learned.own_groups", 0)
+    foreign_groups_used: int = taken("learned.foreign_groups", 0)
+    foreign_share: float = taken("learned")
     """Foreign share of the groups used."""
     pool_groups: int = 0
     """Groups in the pool after the step."""
-    kept_share: float = NAN
+    kept_share: float = taken("metrics")
     """Share of completions that the filter kept."""
-    zero_variance_share: float = NAN
+    zero_variance_share: float = taken("learned")
     """Share of groups whose rewards are all the same: no advantage, no gradient."""
 
     # Learning.
-    stepped: bool = True
+    stepped: bool = taken("learned", True)
     """Whether an optimiser step was taken."""
-    skipped: str = ""
+    skipped: str = taken("learned", "")
     """Why none was, in words."""
-    loss: float = NAN
-    grad_norm: float = NAN
-    learning_rate: float = NAN
-    ratio_mean: float = NAN
+    loss: float = taken("learned")
+    grad_norm: float = taken("learned")
+    learning_rate: float = taken("learned")
+    ratio_mean: float = taken("metrics")
     """Importance ratio exp(theta - gen) before truncation."""
-    ratio_max: float = NAN
-    ratio_truncated_share: float = NAN
+    ratio_max: float = taken("metrics")
+    ratio_truncated_share: float = taken("metrics")
     """Share of tokens whose ratio was cut at C."""
-    clip_fraction: float = NAN
+    clip_fraction: float = taken("metrics")
     """Share of tokens where the policy ratio was clipped."""
-    approx_kl: float = NAN
+    approx_kl: float = taken("metrics")
     """KL estimate, mean over a completion's tokens, averaged over completions."""
-    approx_kl_sum: float = NAN
+    approx_kl_sum: float = taken("metrics")
     """KL estimate, sum over a completion's tokens, averaged over completions."""
-    entropy: float = NAN
+    entropy: float = taken("metrics")
 
     # Cost.
-    rollout_tokens: int = 0
-    rollout_seconds: float = NAN
-    rollout_tokens_per_second: float = NAN
-    slot_idle_share: float = NAN
-    straggler_seconds: float = NAN
-    preemptions: int = 0
+    rollout_tokens: int = taken("rollout.tokens", 0)
+    rollout_seconds: float = taken("rollout.seconds")
+    rollout_tokens_per_second: float = taken("rollout.tokens_per_second")
+    slot_idle_share: float = taken("rollout")
+    straggler_seconds: float = taken("rollout")
+    preemptions: int = taken("rollout", 0)
     """Completions that were computed again because the KV cache was full."""
-    sparse_share: float = NAN
+    sparse_share: float = taken("rollout")
     """Share of the sampled tokens whose attention was sparse."""
-    sparse_budget: int = 0
+    sparse_budget: int = taken("rollout.largest_budget", 0)
     """Most pages that a sparse token could read besides the reserved three; 0: all attention was dense."""
-    acceptance_p5: float = NAN
+    acceptance_p5: float = taken("rollout")
     """5th percentile of the acceptance of sparse tokens that were rescored densely."""
-    schedule_change: str = ""
+    schedule_change: str = taken("rollout", "")
     """What the closed loop changed in the schedule, and why."""
-    distill_loss: float = NAN
+    distill_loss: float = taken("distilled.loss")
     """Divergence of the sparse actor from the dense policy before its adapter's update, nats a token."""
-    distill_seconds: float = NAN
-    learning_tokens: int = 0
-    learning_seconds: float = NAN
-    learning_tokens_per_second: float = NAN
+    distill_seconds: float = taken("distilled.seconds")
+    learning_tokens: int = taken("learned.tokens", 0)
+    learning_seconds: float = taken("learned.seconds")
+    learning_tokens_per_second: float = taken("learned.tokens_per_second")
 
     # Network.
-    peers: int = 0
+    peers: int = taken("network", 0)
     groups_sent: int = 0
     groups_received: int = 0
     """Arrived from peers, before any check."""
@@ -133,8 +138,26 @@ class StepRow:
     network_restarts: int = 0
     rejections: Mapping[str, int] = field(default_factory=dict)
     """Reject reason -> count."""
-    waiting_for: str = ""
+    waiting_for: str = taken("network.trouble", "")
     """What the node waits for, or what is wrong, in words."""
+
+    @classmethod
+    def gather(cls, reports: Mapping[str, object], **own: Any) -> StepRow:
+        """The row of a step, from its reports (None: there was nothing to report) where a field names one, and else from `own`.
+
+        Raises:
+            KeyError, AttributeError: a report, or something in it, has not the name that a field gives.
+            TypeError: a value is nowhere, or in a report and in `own`, or is of no field.
+        """
+        sources = {item.name: item.metadata["source"] for item in dataclasses.fields(cls) if item.metadata}
+        if missing := {item.name for item in dataclasses.fields(cls)} - sources.keys() - own.keys():
+            raise TypeError(f"a step's row needs {', '.join(sorted(missing))}")
+        values = {}
+        for name, source in sources.items():
+            report, _, attribute = source.partition(".")
+            if reports[report] is not None:
+                values[name] = getattr(reports[report], attribute or name)
+        return cls(**own, **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,12 +350,7 @@ class Increments:
         self._last: dict[str, int] = {}
 
     def of(self, totals: Mapping[str, int]) -> dict[str, int]:
-        """The increase of every total since the last call; totals that did not change are left out."""
-        increases: dict[str, int] = {}
-        for name, total in totals.items():
-            last = self._last.get(name, 0)
-            increase = total - last if total >= last else total
-            if increase:
-                increases[name] = increase
-            self._last[name] = total
-        return increases
+        """The increase of every total since the last call."""
+        last = {name: self._last.get(name, 0) for name in totals}
+        self._last |= totals
+        return {name: total - last[name] if total >= last[name] else total for name, total in totals.items()}

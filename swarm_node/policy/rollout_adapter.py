@@ -20,7 +20,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class AdapterError(ValueError):
-    """The adapter does not fit the model, or the tensors do not fit the adapter. The message says which and what to do."""
+    """The adapter does not fit the model or the engine, or the tensors do not fit the adapter. The message says which and what to do."""
 
 
 @dataclass(eq=False)

@@ -16,6 +16,9 @@ MAX_DIGITS = 40
 MAX_LENGTH = 200
 """Characters of a number at most, with sign, currency and unit."""
 
+MAX_MARKS = 64
+"""Marks of a text that are looked at, from its end."""
+
 FORMAT_SHARE = 0.1
 """What an answer is worth for standing where it was asked for, right or wrong."""
 
@@ -61,10 +64,26 @@ def numeral(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last word with a digit in it, as a numeral, if it is a number: what a reader takes for the answer where no place is marked."""
-    for word in reversed(re.split(r"[\s=]+", text[-MAX_LENGTH:])):
-        if _DIGIT.search(word):
-            return numeral(word)
-    return None
+    last = max(map(text.rfind, "0123456789"))
+    if last < 0:
+        return None
+    # Longer words are no numbers, so nothing farther away needs to be looked at.
+    before = re.split(r"[\s=]+", text[max(0, last - MAX_LENGTH) : last + 1])[-1]
+    after = re.split(r"[\s=]+", text[last + 1 : last + MAX_LENGTH])[0]
+    return numeral(before + after)
+
+
+def first_number(text: str) -> str | None:
+    """The first number on the first line that is not empty, as a numeral: words may stand around it, but `3 + 4` is no number."""
+    words = text.lstrip()[: 2 * MAX_LENGTH].partition("\n")[0].translate(_MINUS).split()
+    at = next((index for index, word in enumerate(words) if _DIGIT.search(word)), None)
+    if at is None:
+        return None
+    start = at - 1 if at and re.fullmatch(r"[+-]?[$€£¥]?", words[at - 1]) else at  # `- 5`, `$ 20`
+    end = at + 3 if words[at + 1 : at + 2] == ["/"] else at + 1  # `3 / 4`
+    if len(words) > end and re.match(r"[-+*/^=×÷<>]+($|[0-9(])", words[end]):
+        return None
+    return numeral(" ".join(words[start:end]))
 
 
 def last_line(text: str) -> str:
@@ -72,17 +91,33 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2].strip(" \t\r.")
 
 
-def marked(text: str, marker: str = "####") -> str | None:
-    """What follows the last `marker`, up to the end of the text."""
-    _, found, tail = text.rpartition(marker)
-    return tail.strip() if found else None
+def marked_number(text: str, marker: str = "####") -> tuple[bool, str | None]:
+    """Whether there is a `marker`, and the number right behind the last one that has any: what follows that number, further marks without a
+    number included, takes nothing back. Of many marks the last MAX_MARKS count."""
+    at = text.rfind(marker)
+    found = at >= 0
+    for _ in range(MAX_MARKS):
+        if at < 0:
+            break
+        start = at + len(marker)
+        number = first_number(text[start : start + 4 * MAX_LENGTH].partition(marker)[0])
+        if number is not None:
+            return True, number
+        at = text.rfind(marker, 0, at)
+    return found, None
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last `<tag>…</tag>`; None where there is no such pair."""
-    before, closed, _ = text.rpartition(f"</{tag}>")
-    _, opened, inside = before.rpartition(f"<{tag}>")
-    return inside.strip() if closed and opened else None
+    """What stands in the last `<tag>…</tag>` that is not empty; None where there is no such pair at all. A tag without its partner does not
+    count, wherever it stands."""
+    inside, opened = None, None
+    for match in re.finditer(rf"<(/?){tag}>", text):
+        if not match[1]:
+            opened = match.end()
+        elif opened is not None:
+            inside = text[opened : match.start()].strip() or inside or ""
+            opened = None
+    return inside
 
 
 def combine(form: float, answer: float, *, correct: bool) -> Reward:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from swarm_node.tasks.answers import combine, last_number, marked, parse_number
+from swarm_node.tasks.answers import combine, last_number, marked_number, parse_number
 from swarm_node.tasks.base import Problem, Reward, Split, Task, TaskError
 from swarm_node.tasks.draws import Draws, hash64
+
+log = logging.getLogger(__name__)
 
 HOLDOUT = 8
 """One in HOLDOUT questions of a single file is held out for `eval`."""
@@ -40,7 +43,7 @@ class WordProblem(NamedTuple):
 
 
 class GSM8K(Task):
-    """Word problems from a file. `format` is a number after the last `####`; `answer` is whether it is right.
+    """Word problems from a file. `format` is a number right behind a `####`, the last one that has any; `answer` is whether it is right.
 
     Without `####` the text's last number is graded, so that a model that reasons well and forgets the mark learns the mark first.
     """
@@ -73,10 +76,10 @@ class GSM8K(Task):
 
     def reward(self, problem: Problem, completion: str) -> Reward:
         """0.1 for a number after `####`, 0.9 for the right number."""
-        stated = marked(completion)
-        final = None if stated is None else parse_number(stated)
-        right = (parse_number(last_number(completion) or "") if stated is None else final) == problem.answer
-        return combine(float(final is not None), float(right), correct=right)
+        is_marked, stated = marked_number(completion)
+        final = stated if is_marked else last_number(completion)
+        right = final is not None and parse_number(final) == problem.answer
+        return combine(float(stated is not None), float(right), correct=right)
 
 
 def load_gsm8k(path: str) -> GSM8K:
@@ -101,30 +104,37 @@ def load_gsm8k(path: str) -> GSM8K:
 
 def _read(path: Path) -> Iterator[WordProblem]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"gsm8k cannot read {path} ({error}): give a .jsonl file, or a folder with train.jsonl and test.jsonl") from error
+    skipped: list[int] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield _parse(json.loads(line))
+            problem = _parse(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise TaskError(
                 f'{path}, line {number}: {error}. Each line must read {{"question": "...", "answer": "... #### NUMBER"}}'
             ) from error
+        if problem is None:
+            skipped.append(number)
+        else:
+            yield problem
+    if skipped:
+        shown = ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
+        log.warning("%s: %d problems left out, their answers do not end with #### and a number (line %s)", path, len(skipped), shown)
 
 
-def _parse(record: object) -> WordProblem:
+def _parse(record: object) -> WordProblem | None:
+    """A problem, or None where its answer is not a number. Raises TaskError for what is no problem at all."""
     if not isinstance(record, dict):
         raise TaskError("it is not a JSON object")
     question, solution = record.get("question"), record.get("answer")
     if not isinstance(question, str) or not isinstance(solution, str) or not question.strip():
         raise TaskError("`question` and `answer` must be texts")
-    answer = parse_number(marked(solution) or "")
-    if answer is None:
-        raise TaskError("the answer does not end with #### and a number")
-    return WordProblem(question.strip(), answer, solution.strip().count("\n"))
+    answer = parse_number(solution.rpartition("####")[2]) if "####" in solution else None
+    return None if answer is None else WordProblem(question.strip(), answer, solution.strip().count("\n"))
 
 
 def _from_hub() -> Iterator[Iterator[WordProblem]]:
@@ -142,4 +152,4 @@ def _from_hub() -> Iterator[Iterator[WordProblem]]:
             place = hf_hub_download(REPOSITORY, file, repo_type="dataset")
         except (HTTPError, OSError) as error:
             raise TaskError(f"{REPOSITORY} cannot be fetched from the hub ({error}): check the connection. {instead}") from error
-        yield map(_parse, parquet.read_table(place).to_pylist())
+        yield filter(None, map(_parse, parquet.read_table(place).to_pylist()))

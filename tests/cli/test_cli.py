@@ -19,6 +19,7 @@ from swarm_node.home import Home
 from swarm_node.network.identity import load_or_create
 from swarm_node.observe import report
 from swarm_node.observe.metrics import MetricsWriter, StepRow
+from tests.support.waiting import HANG_S
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,15 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_unexpected_error_keeps_its_traceback(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_error_of_somebody_else_is_no_bad_input(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(folders: object) -> None:
         raise ValueError("not one of ours")
 
     monkeypatch.setattr(report, "read_runs", fail)
-    with pytest.raises(ValueError, match="not one of ours"):
-        run("report", home)
+    result = run("report", home)
+    assert result.code == 70
+    assert "internal error: ValueError: not one of ours" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_ctrl_c_ends_with_130(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +237,7 @@ def test_join_puts_every_option_where_it_belongs(run: Run, tmp_path: Path, monke
     from swarm_node import lifecycle
 
     seen = []
-    monkeypatch.setattr(lifecycle, "run", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(lifecycle, "run", lambda config, profile: seen.append(config) or 0)
     peers = [f"{where}/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB" for where in ("/ip4/192.0.2.7/tcp/1", "/dns4/ada/tcp/2")]
     result = run(
         *("join", "--model", "tiny-s", "--lora", "--task", "chain-sum:2", "--swarm", "ours", "--peer", peers[0], "--peer", peers[1]),
@@ -253,7 +256,7 @@ def test_full_takes_back_the_files_lora(run: Run, tmp_path: Path, monkeypatch: p
     from swarm_node import lifecycle
 
     seen = []
-    monkeypatch.setattr(lifecycle, "run", lambda config: seen.append(config.model.lora) or 0)
+    monkeypatch.setattr(lifecycle, "run", lambda config, profile: seen.append(config.model.lora) or 0)
     (tmp_path / "c.toml").write_text("[model]\nlora = true\n")
     run("join", "--config", tmp_path / "c.toml")
     run("join", "--config", tmp_path / "c.toml", "--full")
@@ -325,3 +328,65 @@ def test_eval_needs_something_to_evaluate(run: Run, tmp_path: Path) -> None:
     assert run("eval", "--model", "tiny-s", "--problems", "0").code == 2
     assert run("eval", "--model", "tiny-s", "--split", "train").code == 2
     assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('task.name = "chain-sum:99"', "no level 99"),
+        ('task.name = "juggling"', "unknown task 'juggling'"),
+        ('task.name = "gsm8k:/no/such/folder"', "/no/such/folder"),
+        ('model.name = "gpt-9"', "unknown model 'gpt-9'"),
+        ('model.name = "/no/such/folder"', "/no/such/folder"),
+        ('sparsity.schedule = "qwen9"', "no schedule 'qwen9'"),
+    ],
+)
+def test_config_check_finds_what_join_would_refuse(run: Run, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "c.toml").write_text(line + "\n")
+    result = run("config", "check", tmp_path / "c.toml")
+    assert result.code == 2
+    assert message in result.err
+    assert run("config", "show", "--config", tmp_path / "c.toml").code == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b"\xff\xfe\x00", b"null", b"[" * 100_000])
+def test_a_damaged_status_is_named(run: Run, tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "status.json").write_bytes(damage)
+    result = run("status", "--home", tmp_path)
+    assert result.code == 2
+    assert f"{tmp_path / 'status.json'} is damaged" in result.err
+
+
+INTERNAL = """
+import sys
+from swarm_node import home
+def broken(path):
+    raise KeyError("a bug")
+home.holder = broken
+from swarm_node.cli.app import main
+sys.argv = ["swarm-node", "status", "--home", sys.argv[1]]
+main()
+"""
+
+
+def test_an_error_that_nobody_foresaw_says_what_to_send_and_hides_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", INTERNAL, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 70
+    assert "Traceback" not in done.stderr
+    assert "internal error: KeyError: 'a bug'" in done.stderr
+    assert f"command   swarm-node status --home {tmp_path}" in done.stderr
+    log = tmp_path / "swarm-node-error.log"
+    assert f"log       {log}" in done.stderr
+    assert 'raise KeyError("a bug")' not in done.stderr
+    assert "KeyError: 'a bug'" in log.read_text()
+    assert "Traceback" in log.read_text()
+
+
+def test_known_errors_are_a_sentence_also_where_nobody_reads_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(tmp_path)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stderr=full, stdout=full, timeout=HANG_S, check=False)
+    assert done.returncode == 2

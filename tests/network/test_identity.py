@@ -21,6 +21,7 @@ from swarm_node.network.identity import (
     public_key_of,
     restore,
 )
+from tests.support.waiting import HANG_S
 
 SEED = bytes(range(32))
 # Computed once with libp2p: ID.from_pubkey(create_new_key_pair(bytes(range(32))).public_key).
@@ -42,7 +43,7 @@ for seed in (bytes(range(32)), bytes(32), b"\\xff" * 32):
     assert identity.peer_id == str(ID.from_pubkey(pair.public_key)), seed
 print(Identity(bytes(range(32))).peer_id)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == Identity(SEED).peer_id
 
 

@@ -21,7 +21,8 @@ from swarm_node.network.identity import load_or_create
 from swarm_node.network.libp2p.peers_file import read_peers
 from swarm_node.network.live import Libp2pGossip, Totals
 from swarm_node.network.swarm_id import swarm_id
-from tests.support.live_network import SWARM, await_bodies, await_condition, await_peers, exchange, listening, loopback, make_body, node
+from tests.support.live_network import SWARM, await_bodies, await_peers, exchange, listening, loopback, make_body, node
+from tests.support.waiting import await_condition
 
 Pair = tuple[Libp2pGossip, Libp2pGossip]
 
@@ -214,7 +215,8 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from tests.support.live_network import await_condition, loopback, RULES, SWARM, listening
+from tests.support.live_network import loopback, RULES, SWARM, listening
+from tests.support.waiting import await_condition
 from swarm_node.network.live import Libp2pGossip, Totals
 options = loopback(directory=True, directory_listen="/ip4/127.0.0.1/tcp/0")
 gossip = Libp2pGossip.start(options, Path({str(tmp_path / "home")!r}), SWARM, RULES)

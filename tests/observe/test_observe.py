@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +94,26 @@ def test_rows_survive_the_file_and_what_was_not_measured_stays_so() -> None:
     assert again.accuracy == 0.5
 
 
+def test_a_step_s_row_that_lacks_a_value_or_has_it_twice_is_an_error() -> None:
+    own = {item.name: 0 for item in dataclasses.fields(StepRow) if not item.metadata}
+    reports: dict[str, object] = {item.metadata["source"].partition(".")[0]: None for item in dataclasses.fields(StepRow) if item.metadata}
+    assert StepRow.gather(reports, **own) == StepRow(**own)
+    with pytest.raises(TypeError, match="needs pool_groups, seconds"):
+        StepRow.gather(reports, **{name: value for name, value in own.items() if name not in ("seconds", "pool_groups")})
+    network = SimpleNamespace(peers=3, trouble="no peers yet", groups_sent=9)
+    row = StepRow.gather({**reports, "network": network}, **own)
+    assert (row.peers, row.waiting_for, row.groups_sent) == (3, "no peers yet", 0)
+    with pytest.raises(TypeError, match="peers"):
+        StepRow.gather({**reports, "network": network}, **own, peers=1)
+    with pytest.raises(TypeError, match="colour"):
+        StepRow.gather(reports, **own, colour=1)
+    with pytest.raises(AttributeError, match="trouble"):
+        StepRow.gather({**reports, "network": SimpleNamespace(peers=3)}, **own)
+    del reports["network"]
+    with pytest.raises(KeyError, match="network"):
+        StepRow.gather(reports, **own)
+
+
 def test_a_line_is_plain_json_with_its_kind_first() -> None:
     line = encode_row(row(1, reward_mean=np.float32(0.5), length_max=np.int64(7)))
     assert line.startswith('{"kind":"step","step":1,')
@@ -108,6 +129,11 @@ def test_fields_and_kinds_of_newer_versions_are_ignored() -> None:
     assert decode_row('{"kind":"dream","step":1,"time":2.0}') is None
     assert decode_row('{"kind":"step"}') is None
     assert decode_row("[]") is None
+    assert decode_row('{"kind":"step","step":"many","time":2.0}') is None
+    assert decode_row('{"kind":"step","step":null,"time":2.0}') is None
+    assert decode_row('{"kind":"step","step":1,"time":2.0,"rejections":[1]}') is None
+    assert decode_row('{"kind":["step"],"step":1,"time":2.0}') is None
+    assert decode_row("[" * 100_000) is None
 
 
 def test_every_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -160,9 +186,9 @@ def test_steps_taken_again_after_a_resume_replace_the_ones_that_were_lost(tmp_pa
 
 def test_increments_turn_totals_into_counts_since_the_last_row() -> None:
     increments = Increments()
-    assert increments.of({"stale": 2, "replay": 0}) == {"stale": 2}
+    assert increments.of({"stale": 2, "replay": 0}) == {"stale": 2, "replay": 0}
     assert increments.of({"stale": 5, "replay": 1}) == {"stale": 3, "replay": 1}
-    assert increments.of({"stale": 5, "replay": 1}) == {}
+    assert increments.of({"stale": 5, "replay": 1}) == {"stale": 0, "replay": 0}
     assert increments.of({"stale": 1}) == {"stale": 1}, "a total that fell started again from 0"
 
 

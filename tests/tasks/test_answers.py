@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_node.tasks.answers import MAX_DIGITS, combine, last_line, last_number, marked, parse_number, tagged
+from swarm_node.tasks.answers import MAX_DIGITS, combine, first_number, last_line, last_number, marked_number, parse_number, tagged
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,9 @@ def test_a_long_hostile_text_is_refused_in_linear_time() -> None:
         text = piece * 200_000
         assert parse_number(text) is None
         assert last_number(text) is None
+        assert first_number(text) is None
         tagged(text)
-        marked(text)
+        marked_number(text)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,10 @@ def test_the_last_number_of_a_text(text: str, value: str | None) -> None:
         ("<answer>5</answer>", "5"),
         ("<answer>5</answer> no: <answer>\n 6 \n</answer> done", "6"),
         ("<answer>5 <answer>6</answer>", "6"),
-        ("<answer>5</answer></answer>", "5</answer>"),
+        ("<answer>5</answer></answer>", "5"),
+        ("<answer>5</answer> so <answer></answer>", "5"),
+        ("<answer>5</answer> so <answer>", "5"),
+        ("<answer>5</answer> so <answer>6", "5"),
         ("<answer></answer>", ""),
         ("<answer>5", None),
         ("5</answer>", None),
@@ -166,8 +170,32 @@ def test_the_last_line_is_the_last_with_anything_on_it() -> None:
 
 
 def test_a_marked_answer_follows_the_last_marker() -> None:
-    assert marked("a #### 5\n#### 6 ") == "6"
-    assert marked("five") is None
+    assert marked_number("a #### 5\n#### 6 ") == (True, "6")
+    assert marked_number("5 ####") == (True, None)
+    assert marked_number("#### 5 ####") == (True, "5")
+    assert marked_number("five") == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (" - 5 left", "-5"),
+        ("$ 20 each", "20"),
+        ("3 / 4 cup", "3/4"),
+        (r"\boxed{-42}.", "-42"),
+        ("about ~1,234.5 (rounded)", "1234.5"),
+        ("\n\n 7\n8", "7"),
+        ("x = 4", "4"),
+        ("3 / 4 / 5", None),
+        ("5 +", None),
+        ("6 ^2", None),
+        ("2003^2002^2001", None),
+        ("none", None),
+        ("1e5", None),
+    ],
+)
+def test_the_first_number_of_a_line(text: str, value: str | None) -> None:
+    assert first_number(text) == value
 
 
 def test_format_is_worth_a_tenth_and_is_reported_apart_from_the_answer() -> None:

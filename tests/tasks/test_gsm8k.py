@@ -97,7 +97,22 @@ def test_problems_never_change_between_releases(folder: Path) -> None:
         ("The answer is 71.", 0, 0, 0.0, False),
         ("72 ####", 0, 0, 0.0, False),
         ("#### seventy-two", 0, 0, 0.0, False),
-        ("#### 72 and then 73", 0, 0, 0.0, False),
+        ("#### 72 and then 73", 1, 1, 1.0, True),
+        ("#### 73 and not 72", 1, 0, 0.1, False),
+        ("#### 72\nI checked it in 2 ways.", 1, 1, 1.0, True),
+        ("#### 72" + " as shown" * 100, 1, 1, 1.0, True),
+        ("#### The answer is 72", 1, 1, 1.0, True),
+        ("#### **$72.00** in all", 1, 1, 1.0, True),
+        ("####\n72", 1, 1, 1.0, True),
+        ("#### 72\n####", 1, 1, 1.0, True),
+        ("#### 72\n#### that was it", 1, 1, 1.0, True),
+        ("#### 72\n#### 71", 1, 0, 0.1, False),
+        ("#### 70 + 2", 0, 0, 0.0, False),
+        ("#### 72 - 0", 0, 0, 0.0, False),
+        ("#### 9 = 72", 0, 0, 0.0, False),
+        ("#### 1 2 72", 1, 0, 0.1, False),
+        ("The answer is 72" + " ok" * 1000, 0, 1, 0.9, True),
+        ("71, or 72 or 73", 0, 0, 0.0, False),
         ("#### 8*9", 0, 0, 0.0, False),
         ("#### 2003^2002^2001", 0, 0, 0.0, False),
         ("", 0, 0, 0.0, False),
@@ -119,8 +134,6 @@ def test_format_and_answer_are_rewarded_apart_and_together(
         ("[1, 2]", "not a JSON object"),
         ('{"question": "What?"}', "must be texts"),
         ('{"question": " ", "answer": "#### 1"}', "must be texts"),
-        ('{"question": "What?", "answer": "5"}', "does not end with ####"),
-        ('{"question": "What?", "answer": "#### five"}', "does not end with ####"),
         ("[" * 100_000, "recursion"),
     ],
 )
@@ -129,6 +142,25 @@ def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, bad: str, why: 
     path.write_text(line(1) + "\n\n" + bad + "\n")
     with pytest.raises(TaskError, match=rf"train\.jsonl, line 3: .*{why}"):
         load_task(f"gsm8k:{tmp_path}")
+
+
+def test_answers_that_are_no_numbers_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = [
+        json.dumps({"question": f"What is {index}?", "answer": answer}) for index, answer in enumerate(["5", "#### five", "#### 1 or 2"])
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join([*map(line, range(30)), *bad, *map(line, range(30, 60))]))
+    write(tmp_path / "b.jsonl", range(60))
+    assert load_task(f"gsm8k:{tmp_path / 'a.jsonl'}").name == load_task(f"gsm8k:{tmp_path / 'b.jsonl'}").name
+    assert caplog.messages == [
+        f"{tmp_path / 'a.jsonl'}: 3 problems left out, their answers do not end with #### and a number (line 31, 32, 33)"
+    ]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_problem(folder: Path) -> None:
+    name = load_gsm8k(str(folder)).name
+    for file in folder.iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert load_gsm8k(str(folder)).name == name
 
 
 def test_a_missing_or_useless_path_says_what_is_expected(tmp_path: Path) -> None:

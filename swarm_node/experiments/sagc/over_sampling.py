@@ -57,12 +57,10 @@ class OverSamplingEngine(ReferenceEngine):
         super().__init__(policy, options)
         self._extra = extra
 
-    def generate(
-        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = True
-    ) -> Rollout:
-        """Sample until each group has its size; the report counts what was thrown away as well. Errors as in `ReferenceEngine`."""
+    def _generate(self, requests: Sequence[GroupRequest], seed: int, temperature: float, max_new_tokens: int, dense: bool) -> Rollout:
+        """Sample until each group has its size; the report counts what was thrown away as well."""
         wider = [replace(request, size=request.size + self._extra) for request in requests]
-        rollout = super().generate(wider, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+        rollout = super()._generate(wider, seed, temperature, max_new_tokens, dense)
         kept = []
         for request, group in zip(requests, rollout.groups, strict=True):
             ends = [len(completion) if completion.finish is Finish.STOP else max_new_tokens for completion in group]

@@ -16,7 +16,7 @@ import pytest
 
 from swarm_node.network.children.frames import MAX_FRAME, Frame, FrameError, frame_length, pack_frame, read_frame, unpack_frame
 from swarm_node.network.children.supervisor import Child
-from tests.support.live_network import await_condition
+from tests.support.waiting import await_condition
 
 ECHO = """
 import subprocess, sys, socket

@@ -30,6 +30,7 @@ from swarm_node.network.libp2p.pull import CHUNK_BYTES, Held, PullError, Server,
 from swarm_node.network.libp2p.puller import Puller, Wanted
 from swarm_node.network.libp2p.router import BoundedMessageCache, Router
 from swarm_node.network.options import NetworkOptions
+from tests.support.waiting import HANG_S
 
 
 def message(number: int, size: int = 1000) -> rpc_pb2.Message:
@@ -95,7 +96,7 @@ def test_an_error_in_one_heartbeat_does_not_end_the_beating() -> None:
     router.mesh["t"] = set()
 
     async def beat() -> None:
-        with trio.move_on_after(5):
+        with trio.move_on_after(HANG_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(router.heartbeat)
                 while guard.counts["heartbeat"] < 3:

@@ -118,7 +118,8 @@ def test_new_values_of_weights_and_of_the_adapter_are_seen(graphed: Callable[...
     engine, tape = graphed()
     policy = replace(engine._policy, stop_ids=frozenset({-1}))  # so that every call has the same steps
     engine._policy = policy
-    engine.runner.adapter = adapter = RolloutAdapter(policy.model, rank=2, alpha=2.0, seed=0)
+    adapter = RolloutAdapter(policy.model, rank=2, alpha=2.0, seed=0)
+    engine.wear(adapter)
     first = generate(engine)
     recorded = tape.recordings
     with torch.no_grad():
@@ -129,7 +130,7 @@ def test_new_values_of_weights_and_of_the_adapter_are_seen(graphed: Callable[...
     second = generate(engine)
     assert tape.recordings == recorded
     computed = SparseEngine(policy, RolloutOptions())
-    computed.runner.adapter = adapter
+    computed.wear(adapter)
     assert_same(second, generate(computed))
     assert [c.logprobs.tolist() for c in first.groups[0]] != [c.logprobs.tolist() for c in second.groups[0]]
     assert_same(generate(engine, dense=True), generate(computed, dense=True))
