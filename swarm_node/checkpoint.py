@@ -4,7 +4,8 @@ A checkpoint is a folder `step-00001200` with `weights.safetensors`, `optimiser.
 its length as a little-endian unsigned 64-bit integer) and `manifest.json`, which names every file's size and SHA-256.
 
 A damaged checkpoint takes no place of a sound one. The process that saves to the folder renames it to `damaged-step-00001200` when it finds
-it, and keeps the newest of those for whoever wants to look. What else lies in the folder is left alone.
+it, and keeps the newest of those for whoever wants to look. What else lies in the folder is left alone: so is a checkpoint of another
+version's format, and one that the disk does not give now.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _FILES = ("weights.safetensors", "optimiser.safetensors", "state.json", "bodies.
 _WRITING, _ASIDE, _REMOVING, _DAMAGED = ".writing-", ".aside-", ".removing-", "damaged-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No room on the disk, none left of the user's quota, a file larger than is allowed: the same to a node."""
+_OS_ERROR = re.compile(r"os error (\d+)")
+"""How safetensors gives the operating system's error: as text alone."""
 _LENGTH = struct.Struct("<Q")
 _SLACK = 1 << 20
 """Bytes asked for beyond the contents: headers, manifest, folder entries."""
@@ -60,6 +63,10 @@ class DiskFull(CheckpointError):
 
 class _Damaged(Exception):
     """A checkpoint folder does not hold what its manifest says."""
+
+
+class _OtherFormat(Exception):
+    """A checkpoint is another version's."""
 
 
 @dataclass
@@ -89,11 +96,13 @@ def check_room(folder: Path, need: int) -> None:
 
     Raises:
         DiskFull: they do not.
-        CheckpointError: something else than a folder is there.
+        CheckpointError: something else than a folder is there, or one that this user cannot write to.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise CheckpointError(f"{existing} is not a folder: move it away, or choose another home with --home")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{existing} cannot be written to by this user: change its mode, or choose another home with --home")
     free = shutil.disk_usage(existing).free
     if free + sum(map(_bytes, _removable(folder))) < need:
         raise DiskFull(need, free, folder)
@@ -107,55 +116,59 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
 
     Raises:
         DiskFull: there is no room; nothing was written.
+        CheckpointError: the folder cannot be used; nothing was written.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
     need = checkpoint.size + _SLACK
     check_room(folder, need)
-    folder.mkdir(parents=True, exist_ok=True)
-    _clean(folder)
-    for old in _removable(folder):
-        if shutil.disk_usage(folder).free >= need:
-            break
-        _LOG.warning("%s is removed: the disk has no room for it and the checkpoint of step %d", old, checkpoint.step)
-        _remove(old)
-    name = f"step-{checkpoint.step:08d}"
-    temporary = folder / f"{_WRITING}{name}"
-    temporary.mkdir()
+    final = folder / f"step-{checkpoint.step:08d}"
     try:
-        _write(temporary, checkpoint)
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        while shutil.disk_usage(folder).free < need and _make_room(folder):
+            pass
+        temporary = folder / f"{_WRITING}{final.name}"
+        while (reason := _try_to_write(temporary, checkpoint)) is not None:
+            # A quota, or another program that took the room meanwhile. Nothing that is removed makes a larger file allowed.
+            if reason == errno.EFBIG or not _make_room(folder):
+                raise DiskFull(need, shutil.disk_usage(folder).free, folder, os.strerror(reason))
+        if final.is_dir():  # a folder cannot be renamed onto a full one; `_clean` puts it back if the next line is never reached
+            final.rename(folder / f"{_ASIDE}{final.name}")
+        elif os.path.lexists(final):
+            _LOG.warning("%s is no checkpoint and in the way of one: it is %s now", final, final.rename(f"{final}.moved").name)
+        temporary.rename(final)
+        _flush(folder)
+        _clean(folder)
+        others = [path for path in _sound_and_damaged(folder)[0] if path != final]
+        newest_is_another = bool(others) and _step(others[0]) > checkpoint.step
+        for old in others[max(keep - 1, newest_is_another) :]:
+            _remove(old)
     except (OSError, SafetensorError) as error:
-        _discard(temporary)
-        # Another program took the room meanwhile. safetensors gives the operating system's error as text alone.
-        for number in _FULL:
-            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
-                raise DiskFull(need, shutil.disk_usage(folder).free, folder, os.strerror(number)) from error
-        raise
-    final = folder / name
-    if os.path.lexists(final):  # a folder cannot be renamed onto a full one; `_clean` puts it back if the next line is never reached
-        final.rename(folder / f"{_ASIDE}{name}")
-    temporary.rename(final)
-    _flush(folder)
-    _clean(folder)
-    others = [path for path in _newest_first(folder) if path != final and _is_whole(path)]
-    for old in others[keep - 1 :]:
-        _remove(old)
+        raise CheckpointError(f"the checkpoint of step {checkpoint.step} cannot be written to {folder}: {error}") from error
     return final
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is what its manifest says, or None. For the process that saves to `folder`: leftovers are removed, damaged
-    checkpoints set aside, and what does not belong there is named."""
+    checkpoints set aside, and what does not belong there is named.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+    """
     if not folder.is_dir():
         return None
-    _clean(folder)
-    strays = sorted(path.name for path in folder.iterdir() if not _NAME.fullmatch(path.name.removeprefix(_DAMAGED)))
-    if strays:
-        _LOG.warning("%s holds what is no checkpoint and is left alone: %s", folder, ", ".join(strays))
-    found = _first_sound(folder, _set_aside)
-    for old in _damaged(folder)[:-1]:
-        _LOG.warning("%s is removed: only the newest damaged checkpoint is kept", old)
-        _discard(old)
+    try:
+        _clean(folder)
+        strays = [path.name for path in folder.iterdir() if not (path.is_dir() and _NAME.fullmatch(path.name.removeprefix(_DAMAGED)))]
+        if strays:
+            _LOG.warning("%s holds what is no checkpoint and is left alone: %s", folder, ", ".join(sorted(strays)))
+        found = _first_sound(folder, _set_aside)
+        for old in _damaged(folder)[:-1]:
+            _LOG.warning("%s is removed: only the newest damaged checkpoint is kept", old)
+            _discard(old)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be used: {error}; repair that, or choose another home") from error
     return found
 
 
@@ -172,8 +185,29 @@ def _first_sound(folder: Path, damaged: Callable[[Path], Path]) -> Checkpoint | 
     for path in _newest_first(folder):
         try:
             return _read(path)
-        except (_Damaged, OSError) as error:
+        except _Damaged as error:
             _LOG.warning("checkpoint %s is damaged (%s); trying the one before. It is in %s", path, error, damaged(path))
+        except (_OtherFormat, OSError) as error:
+            _LOG.warning("checkpoint %s cannot be read (%s) and is left alone; trying the one before", path, error)
+    return None
+
+
+def _try_to_write(folder: Path, checkpoint: Checkpoint) -> int | None:
+    """Write into a new folder. Returns None, or the number of the operating system's error where there is no room: nothing is left then.
+
+    Raises:
+        OSError, SafetensorError: another error.
+    """
+    folder.mkdir()
+    try:
+        _write(folder, checkpoint)
+    except (OSError, SafetensorError) as error:
+        _discard(folder)
+        given = _OS_ERROR.search(str(error))
+        number = int(given[1]) if given else getattr(error, "errno", None)
+        if number not in _FULL:
+            raise
+        return number
     return None
 
 
@@ -194,12 +228,10 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _read(folder: Path) -> Checkpoint:
-    """Raises _Damaged, or OSError where the disk does."""
+    """Raises _Damaged, _OtherFormat, or OSError where the disk does."""
     _verify(folder)
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if state["format"] != _FORMAT:
-            raise _Damaged(f"its format is {state['format']}, and this version reads {_FORMAT}")
         return Checkpoint(
             step=state["step"],
             weights=load_file(folder / "weights.safetensors"),
@@ -218,7 +250,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _verify(folder: Path) -> None:
-    """Raises _Damaged where a file is not what the manifest says."""
+    """Raises _Damaged where a file is not what the manifest says, and whatever `_verify_sizes` raises."""
     _verify_sizes(folder)
     for name, entry in _manifest(folder).items():
         if _sha256(folder / name) != entry["sha256"]:
@@ -226,7 +258,12 @@ def _verify(folder: Path) -> None:
 
 
 def _verify_sizes(folder: Path) -> None:
-    """The part of `_verify` that costs nothing."""
+    """The part of `_verify` that costs nothing; what a kill or a full disk leaves behind fails it.
+
+    Raises:
+        _Damaged, _OtherFormat, OSError: as `_read`.
+    """
+    _verify_format(folder)
     for name, entry in _manifest(folder).items():
         try:
             size = (folder / name).stat().st_size
@@ -236,6 +273,16 @@ def _verify_sizes(folder: Path) -> None:
             raise _Damaged(f"{name} has {size} bytes, its manifest says {entry['bytes']}")
 
 
+def _verify_format(folder: Path) -> None:
+    """Raises _OtherFormat. A state that cannot be read is nobody's format: whether it is damaged is for the manifest to say."""
+    try:
+        found = json.loads((folder / "state.json").read_text(encoding="utf-8"))["format"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if found != _FORMAT:
+        raise _OtherFormat(f"its format is {found}, and this version reads {_FORMAT}")
+
+
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """What each file of a checkpoint should be."""
     try:
@@ -243,17 +290,8 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         return {name: {"bytes": manifest[name]["bytes"], "sha256": manifest[name]["sha256"]} for name in _FILES}
     except FileNotFoundError:
         raise _Damaged("manifest.json is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged("its manifest is not readable") from error
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether every file is there at its full size: cheap enough for every save, and what a kill or a full disk leaves behind fails it."""
-    try:
-        _verify_sizes(folder)
-    except (_Damaged, OSError):
-        return False
-    return True
 
 
 def _split(packed: bytes) -> list[bytes]:
@@ -268,17 +306,43 @@ def _split(packed: bytes) -> list[bytes]:
 
 def _newest_first(folder: Path) -> list[Path]:
     """Checkpoint folders under their final names; damaged ones among them."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    """The step in a name that this module gives."""
+    return int(path.name.rpartition("-")[2])
 
 
 def _removable(folder: Path) -> list[Path]:
     """What may go when room is short, the first to go first: damaged checkpoints, then sound ones from the oldest, all but the newest."""
     if not folder.is_dir():
         return []
-    newest_first = _newest_first(folder)
-    sound = [path for path in newest_first if _is_whole(path)]
-    return _damaged(folder) + [path for path in newest_first if path not in sound] + sound[:0:-1]
+    sound, damaged = _sound_and_damaged(folder)
+    return _damaged(folder) + damaged + sound[:0:-1]
+
+
+def _sound_and_damaged(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Checkpoint folders, newest first, as far as sizes tell; what cannot be read now is neither."""
+    sound, damaged = [], []
+    for path in _newest_first(folder):
+        try:
+            _verify_sizes(path)
+            sound.append(path)
+        except _Damaged:
+            damaged.append(path)
+        except (_OtherFormat, OSError) as error:
+            _LOG.debug("%s is left alone: %s", path, error)
+    return sound, damaged
+
+
+def _make_room(folder: Path) -> bool:
+    """Remove what may go first, and say so; False where nothing may."""
+    old = next(iter(_removable(folder)), None)
+    if old is not None:
+        _LOG.warning("%s is removed to make room for a newer checkpoint", old)
+        _remove(old)
+    return old is not None
 
 
 def _set_aside(path: Path) -> Path:
@@ -293,7 +357,7 @@ def _set_aside(path: Path) -> Path:
 def _damaged(folder: Path) -> list[Path]:
     """Those that were set aside, the oldest first."""
     found = [path for path in folder.iterdir() if _is_ours(path, _DAMAGED)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(found, key=_step)
 
 
 def _is_ours(path: Path, prefix: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from swarm_node import __version__
 from swarm_node.checkpoint import Checkpoint, CheckpointError, check_room, load_latest, save_checkpoint
 from swarm_node.config import Config, save_config
-from swarm_node.home import Home, HomeError
+from swarm_node.home import Home
 from swarm_node.interrupt import Interrupt, Stopped
 from swarm_node.logs import log_to_file
 from swarm_node.network.admission.rules import AdmissionRules
@@ -30,6 +30,7 @@ from swarm_node.policy.loading import check_model, load_policy
 from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy
 from swarm_node.profile import StepProfiler
+from swarm_node.rollout.create import check_engine
 from swarm_node.rollout.sparsity.schedule import choose_schedule
 from swarm_node.tasks.base import Task
 from swarm_node.tasks.registry import load_task
@@ -60,6 +61,8 @@ def run(config: Config, say: Say | None = None, *, profile: bool = False) -> int
     with Interrupt() as interrupt:
         try:
             with Home.open(config.home) as home:
+                if home.config.exists():  # a new home stays empty until everything has been checked
+                    log_to_file(home.path)
                 config.network.check_listening()
                 task = load_task(config.task.name)
                 checkpoint = load_latest(home.checkpoints)
@@ -82,15 +85,21 @@ def run(config: Config, say: Say | None = None, *, profile: bool = False) -> int
             return 0
 
 
-def check_names(config: Config) -> None:
-    """Whether everything that the configuration names is here: task, model, schedule.
-
-    Raises:
-        ValueError: something is not; the message says what to do.
-    """
-    load_task(config.task.name)
-    check_model(config.model)
-    choose_schedule(config.sparsity, config.model.name, config.home)
+def find_problems(config: Config) -> list[tuple[str, ValueError]]:
+    """What `run` would refuse, as far as that shows without loading weights, listening, or opening the home: option and error."""
+    checks: dict[str, Callable[[], object]] = {
+        "task.name": lambda: load_task(config.task.name),
+        "model.name": lambda: check_model(config.model),
+        "rollout.engine": lambda: check_engine(config.rollout),
+        "sparsity.schedule": lambda: choose_schedule(config.sparsity, config.model.name, config.home),
+    }
+    problems = []
+    for key, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            problems.append((key, error))
+    return problems
 
 
 def checkpoint_bytes(policy: Policy) -> int:
@@ -107,8 +116,8 @@ def as_before(model: ModelOptions, checkpoint: Checkpoint | None) -> ModelOption
     much memory is free this time."""
     if checkpoint is None:
         return model
-    decided = {"name": checkpoint.state["model"], "dtype": checkpoint.state["dtype"]}
-    return model.model_copy(update={key: value for key, value in decided.items() if getattr(model, key) == "auto"})
+    decided = {"name": checkpoint.state.get("model"), "dtype": checkpoint.state.get("dtype")}
+    return model.model_copy(update={key: value for key, value in decided.items() if value and getattr(model, key) == "auto"})
 
 
 class Life:
@@ -123,21 +132,26 @@ class Life:
             ValueError: the checkpoint does not fit the configuration.
         """
         self.config, self.home, self.policy, self.interrupt, self.say = config, home, policy, interrupt, say
-        self.identity = load_or_create(home.path)
+        with home.writing():
+            self.identity = load_or_create(home.path)
         self.status = Status()
         self.gossip = self._open_network(task)
         try:
             self.node = Node(config, policy=policy, task=task, peer_id=self.identity.peer_id, gossip=self.gossip, status=self.status)
             if checkpoint is not None:
                 self.node.restore(checkpoint)
-            self._open_files()
+            with home.writing():
+                save_config(home.config, config)
+                self.metrics = MetricsWriter(home.metrics)
         except BaseException:
             self.gossip.close()
             raise
         if checkpoint is not None and checkpoint.state["task"] != task.name:
             say(f"this node trained on {checkpoint.state['task']} until now and goes on with {task.name}")
+        log_to_file(home.path)
         self.resumed = checkpoint is not None
-        self.saved_step = self.node.steps if self.resumed else -1
+        self.saved_step = self.node.steps
+        """Of the last checkpoint; a new node has nothing to lose before its first step."""
         self.saved_at = time.monotonic()
         self.started_at = time.monotonic()
         self.profiler: StepProfiler | None = None
@@ -149,25 +163,33 @@ class Life:
         unless an error came in the middle of an update or left weights that are not finite.
         """
         try:
-            self._introduce()
-            if self.config.run.eval_every and self.node.steps == 0:
-                self._evaluate()
-            self._find_peers()
-            done = self._done()
-            while not done:
-                row = self._step()
-                self.metrics.write(row)
-                self.say(step_line(row))
-                self._say_notices()
-                if self._checkpoint_due():
-                    self._checkpoint()
-                self.interrupt.release()
-                done = self._done()
-                if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or done):
-                    self._evaluate()
+            self._train()
+        except Exception as error:
+            error.add_note(self.status.snapshot().describe(time.time()))
+            raise
         finally:
-            self.interrupt.hold()
-            self._leave()
+            try:
+                self.interrupt.hold()
+            finally:  # a signal may have come first
+                self._leave()
+
+    def _train(self) -> None:
+        self._introduce()
+        if self.config.run.eval_every and self.node.steps == 0:
+            self._evaluate()
+        self._find_peers()
+        done = self._done()
+        while not done:
+            row = self._step()
+            self.metrics.write(row)
+            self.say(step_line(row))
+            self._say_notices()
+            if self._checkpoint_due():
+                self._checkpoint()
+            self.interrupt.release()
+            done = self._done()
+            if self.config.run.eval_every and (self.node.steps % self.config.run.eval_every == 0 or done):
+                self._evaluate()
 
     @property
     def saved(self) -> bool:
@@ -179,17 +201,6 @@ class Life:
             return self.node.step(before_update=self.interrupt.hold)
 
         return step() if self.profiler is None else self.profiler.run(step)
-
-    def _open_files(self) -> None:
-        """Raises HomeError when the home folder refuses them."""
-        try:
-            log_to_file(self.home.path)
-            save_config(self.home.config, self.config)
-            self.metrics = MetricsWriter(self.home.metrics)
-        except OSError as error:
-            raise HomeError(
-                f"{error.filename or self.home.path} cannot be written: {error.strerror}; choose another home with --home"
-            ) from error
 
     # -- parts of a life ----------------------------------------------------------------------------------------------------------
 
@@ -257,12 +268,13 @@ class Life:
         return self.node.steps % run.checkpoint_every == 0 or time.monotonic() - self.saved_at > 60 * run.checkpoint_minutes
 
     def _checkpoint(self) -> None:
-        """Save; a disk that has filled up or refuses costs the checkpoint and not the run, and the next one is tried when it is due."""
+        """Save what is sound; a disk that has filled up costs the checkpoint and not the run, and the next one is tried when it is due."""
         self.status.enter(State.CHECKPOINTING)
         self.saved_at = time.monotonic()
         try:
+            self.node.check_sound()
             save_checkpoint(self.home.checkpoints, self.node.checkpoint())
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, RuntimeError) as error:  # RuntimeError: what holds the weights does not answer any more
             self.say(f"no checkpoint of step {self.node.steps}: {error}")
             self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="checkpoint-failed", detail=str(error)))
             return
@@ -282,9 +294,11 @@ class Life:
         closing = threading.Thread(target=self.gossip.close, name="closing-network")
         closing.start()
         try:
-            if not self.saved and self.node.is_sound():
+            if not self.saved:
                 self._checkpoint()
-            if self.saved:
+            if self.profiler is not None:
+                self.profiler.close()
+            if self.saved and self.node.steps:
                 self.say(f"checkpoint of step {self.node.steps} is in {self.home.checkpoints}")
         finally:
             self.status.enter(State.STOPPING)

@@ -21,7 +21,7 @@ from swarm_protocols.group import Completion, Group, PolicyTag, ProblemRef, hash
 from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.reject import Rejected
 
-from swarm_node.checkpoint import Checkpoint
+from swarm_node.checkpoint import Checkpoint, CheckpointError
 from swarm_node.config import Config
 from swarm_node.control.decision import Cost, Decision, Observation
 from swarm_node.control.prompt_aware import prompt_feature
@@ -365,9 +365,17 @@ class Node:
             optimiser |= {f"{ADAPTER}{name}": tensor for name, tensor in self.distiller.state_dict().items()}
         return Checkpoint(step=self.steps, weights=weights, optimiser=optimiser, state=state, bodies=bodies)
 
-    def is_sound(self) -> bool:
-        """Whether `checkpoint` describes the last complete step: no update was left half done, and every weight is finite."""
-        return not self._updating and all(bool(parameter.isfinite().all()) for parameter in self.policy.trainable().values())
+    def check_sound(self) -> None:
+        """Whether `checkpoint` describes the last complete step.
+
+        Raises:
+            CheckpointError: an update was left half done, or a weight is not finite.
+        """
+        if self._updating:
+            raise CheckpointError(f"the update after step {self.steps} was left half done")
+        for name, parameter in self.policy.trainable().items():
+            if not bool(parameter.isfinite().all()):
+                raise CheckpointError(f"{name} holds numbers that are not finite")
 
     def _state(self) -> tuple[dict[str, Any], list[bytes]]:
         pool = self.pool.state()

@@ -33,6 +33,11 @@ class StepProfiler:
             return self._by_operation(step)
         return step()
 
+    def close(self) -> None:
+        """Say so where there was no turn."""
+        if self._steps < WARM_STEPS + 2:
+            self._say(f"no whole profile: it takes {WARM_STEPS + 2} steps, and this start took {self._steps}")
+
     def _by_function(self, step: Callable[[], Row]) -> Row:
         profile = cProfile.Profile()
         row = profile.runcall(step)

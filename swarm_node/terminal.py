@@ -1,4 +1,4 @@
-"""Standard output as a running node uses it: it may be closed, full, or of another encoding at any time, and training goes on."""
+"""Standard output and error as a running node uses them: they may be closed, full, or of another encoding at any time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ import logging
 import os
 import sys
 
-from swarm_node.logs import SAID
+from swarm_node.logs import FILE, QUIET
 
 log = logging.getLogger(__name__)
+SAID = QUIET.getChild("said")
+
+
+def open_streams() -> None:
+    """Make sure that there are three standard streams, and that printing any text is possible. A file that is opened while one of them is
+    closed would get its number, and whatever a library prints there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # as long-lived as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that knows no Greek prints a question mark
+            stream.reconfigure(errors="replace")
 
 
 class Terminal:
-    """Prints lines and keeps them in the log. When a line cannot be printed, the rest goes to the log alone."""
+    """Says lines on standard output and keeps them in the log. When one cannot be printed, the rest goes to the log alone."""
 
     def __init__(self) -> None:
         self.lost = False
@@ -24,21 +40,24 @@ class Terminal:
             return
         try:
             print(line, flush=True)
-        except UnicodeEncodeError:
-            self._say_in_ascii(line)
-        except (OSError, ValueError) as error:  # a closed pipe, a full disk behind it; ValueError: the stream itself was closed
-            self._lose(error)
+        except (OSError, ValueError) as error:  # a closed pipe, a full disk behind it; ValueError: the stream was closed, or is not ours
+            self.lost = True
+            log.warning("standard output is lost (%s): the node goes on and says the rest in %s", error, FILE)
+            abandon_output()
 
-    def _say_in_ascii(self, line: str) -> None:
-        try:
-            print(line.encode("ascii", "replace").decode("ascii"), flush=True)
-        except (OSError, ValueError) as error:
-            self._lose(error)
 
-    def _lose(self, error: Exception) -> None:
-        self.lost = True
-        log.warning("standard output is lost (%s): the node goes on and says the rest in its log", error)
+def flush_output(probe: bool = False) -> OSError | None:
+    """Write what standard output still holds; where it refuses, give that up and return why.
+
+    Args:
+        probe: write an empty line as well: where nothing is buffered, there may be nothing left to be refused.
+    """
+    try:
+        print(end="\n" if probe else "", flush=True)
+    except OSError as error:
         abandon_output()
+        return error
+    return None
 
 
 def abandon_output() -> None:
@@ -47,5 +66,6 @@ def abandon_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        sys.stdout.flush()
     except (OSError, ValueError, AttributeError) as error:  # there is no descriptor behind it
         log.debug("standard output cannot be replaced: %s", error)

@@ -44,7 +44,7 @@ def default_learning_rate(policy: LearnablePolicy) -> float:
     return (LORA_LEARNING_RATE if policy.lora else FULL_LEARNING_RATE) * (100 if small else 1)
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(ValueError):
     """Memory does not suffice for a single completion that this node made."""
 
 

@@ -6,13 +6,17 @@ import errno
 import ipaddress
 import re
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import psutil
 
 from swarm_node.network.identity import decode_peer_id
 
+PATIENCE_S = 3.0
+"""How long a port that was asked for may be taken before that is an error."""
 EXAMPLE = "/ip4/192.0.2.7/tcp/31310/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
 ADDRESSES_OF_ONE_PEER = 4
 """So many are told and remembered."""
@@ -102,6 +106,16 @@ def parse_address(text: str) -> Address:
     return Address(kind, host, int(parts[4]), peer)
 
 
+def parse_listening(text: str) -> Address:
+    """Read a multiaddr to listen on; a name is refused: libp2p would listen on every interface instead. Raises AddressError."""
+    address = parse_address(text)
+    if address.is_name:
+        raise AddressError(
+            f"{text!r} is a name: give the address of this machine to listen on, for example /ip4/0.0.0.0/tcp/{address.port}"
+        )
+    return address
+
+
 def parse_dialable(text: str) -> Address:
     """Read a multiaddr of a peer to dial; a port of 0 or an address that means every interface is refused. Raises AddressError."""
     address = parse_address(text)
@@ -173,16 +187,36 @@ def free_addresses(wanted: Sequence[Address]) -> tuple[list[Address], tuple[str,
     return free, tuple(notices)
 
 
-def check_free(address: Address) -> None:
-    """Raise ListenError where `address` cannot be listened on."""
-    problem = _why_not(address) if address.port else None
-    if problem is None:
-        return
-    if problem.errno == errno.EADDRINUSE:
-        why = f"{_holder_of(address.port)} holds port {address.port}. Stop it, give another port, or 0 for any"
-    else:
-        why = f"{problem.strerror}. Give an address of this machine, or 0.0.0.0 for all of them"
-    raise ListenError(f"cannot listen on {address.transport}: {why}")
+def check_free(addresses: Sequence[Address]) -> None:
+    """Whether all of `addresses` can be listened on, together.
+
+    Raises:
+        ListenError: one cannot; the message says who holds the port, and what to do.
+    """
+    with ExitStack() as held:
+        for address in addresses:
+            try:
+                held.enter_context(_bind_patiently(address))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    why = f"{_holder_of(address.port)} holds port {address.port}. Stop it, give another port, or 0 for any"
+                elif error.errno == errno.EACCES:
+                    why = f"{error.strerror}. Give a port above 1023"
+                else:
+                    why = f"{error.strerror}. Give an address of this machine, or 0.0.0.0 for all that it has"
+                raise ListenError(f"cannot listen on {address.transport}: {why}") from None
+
+
+def _bind_patiently(address: Address) -> socket.socket:
+    """As `_bind`; a port that is taken is waited for: the children of a node that was killed just now end a moment after it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return _bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _holder_of(port: int) -> str:
@@ -196,15 +230,26 @@ def _holder_of(port: int) -> str:
 
 
 def _why_not(address: Address) -> OSError | None:
-    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-            probe.listen(1)
-        except OSError as error:
-            return error
+    try:
+        _bind(address).close()
+    except OSError as error:
+        return error
     return None
+
+
+def _bind(address: Address) -> socket.socket:
+    """A socket that listens there. Raises OSError."""
+    probe = socket.socket(socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address.kind == "ip6":
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((address.host, address.port))
+        probe.listen(1)
+    except OSError:
+        probe.close()
+        raise
+    return probe
 
 
 def _is_ip(host: str, version: int) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pydantic import Field, ValidationInfo, field_validator
 from swarm_protocols.limits import DEFAULT_LIMITS
 
-from swarm_node.network.addresses import Address, check_free, parse_address, parse_dialable, parse_peer, parse_with_peer
+from swarm_node.network.addresses import Address, check_free, parse_address, parse_dialable, parse_listening, parse_peer, parse_with_peer
 from swarm_node.options import Options, constant
 
 DEFAULT_PORT = 31310
 """TCP port of the gossip host."""
 DEFAULT_DIRECTORY_PORT = 31311
 
-_CHECKS = {"listen": parse_address, "directory_listen": parse_address, "peers": parse_peer, "directory_peers": parse_with_peer}
+_CHECKS = {"listen": parse_listening, "directory_listen": parse_listening, "peers": parse_peer, "directory_peers": parse_with_peer}
 
 
 class NetworkOptions(Options):
@@ -77,10 +77,6 @@ class NetworkOptions(Options):
         return parse_address(self.directory_listen or f"/ip4/0.0.0.0/tcp/{DEFAULT_DIRECTORY_PORT}")
 
     def check_listening(self) -> None:
-        """Whether the addresses that were asked for can be listened on, now and here.
-
-        Raises:
-            ListenError: one cannot; the message says why.
-        """
-        for text in (*self.listen, *filter(None, (self.directory_listen if self.directory else "",))):
-            check_free(parse_address(text))
+        """Whether the addresses that were asked for can be listened on, now and here. Raises ListenError."""
+        asked_for = (*self.listen, self.directory_listen) if self.directory else self.listen
+        check_free([parse_address(text) for text in asked_for if text])

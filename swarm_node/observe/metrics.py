@@ -19,7 +19,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -215,18 +215,28 @@ def encode_row(row: Row) -> str:
 def decode_row(line: str) -> Row | None:
     """The row that a line holds, or None for a torn or damaged line or a kind of a newer version. Fields it does not know are ignored."""
     try:
-        values = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+        values = json.loads(line, parse_int=_bounded)
+    except (ValueError, RecursionError):
         return None
     kind = KINDS.get(str(values.pop("kind", ""))) if isinstance(values, dict) else None
     if kind is None:
         return None
-    known = {item.name for item in dataclasses.fields(kind)}
-    fields: dict[str, Any] = {name: NAN if value is None else value for name, value in values.items() if name in known}
+    known = {item.name: item.type for item in dataclasses.fields(kind)}
+    unmeasured = (None, math.inf, -math.inf)
+    fields: dict[str, Any] = {name: NAN if value in unmeasured else value for name, value in values.items() if name in known}
+    if any(isinstance(value, str) != (known[name] == "str") for name, value in fields.items()):  # pydantic would read a text as a number
+        return None
     try:
         return _READERS[kind].validate_python(fields)
     except ValidationError:  # a field is missing, or of another type
         return None
+
+
+def _bounded(digits: str) -> int:
+    """An integer that sums and plots can hold. Raises ValueError."""
+    if len(digits) > 18:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _plain(value: Any) -> Any:
@@ -243,31 +253,40 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         """Open `path` for appending, creating it where it is missing; a torn last line is closed first."""
-        torn = _ends_torn(path)
+        self._torn = _ends_torn(path)
         self.found_rows = path.exists() and path.stat().st_size > 0
         """Whether the file held rows before."""
         self.lost = 0
         """Rows that could not be written, because the disk is full for example."""
-        self._file: TextIO = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+        self._file = path.open("ab", buffering=0)  # a buffer would keep what the disk refused, and write it into the middle of another row
 
     def write(self, row: Row) -> None:
         """Append a row. A disk that refuses it costs the row and not the run; it is counted in `lost`."""
+        # A surrogate (of a path that is not UTF-8) is written as JSON's escape of it.
+        line = ("\n" * self._torn + encode_row(row) + "\n").encode("utf-8", "backslashreplace")
         try:
-            self._file.write(encode_row(row) + "\n")
-            self._file.flush()
+            written = self._file.write(line)
         except OSError as error:
-            self.lost += 1
-            if self.lost == 1:
-                log.warning("metrics are being lost: %s", error)
+            self._lose(str(error))
+            return
+        self._torn = written < len(line)
+        if self._torn:
+            self._lose("the disk took a part of a row")
 
     def resume(self, step: int, time: float) -> None:
         """Say that the run goes on from the checkpoint of `step`: rows above it that stand before are superseded."""
         self.write(EventRow(step=step, time=time, name=RESUME))
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # a network disk says so only now
+            self._lose(str(error))
+
+    def _lose(self, reason: str) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            log.warning("metrics are being lost: %s", reason)
 
 
 def _ends_torn(path: Path) -> bool:
@@ -286,7 +305,7 @@ class Metrics:
     evals: tuple[EvalRow, ...]
     events: tuple[EventRow, ...]
     skipped: int
-    """Lines that could not be read: torn by a kill, or of a newer version."""
+    """Lines that could not be read: torn by a kill, damaged, or of a newer version."""
 
     def facts(self) -> dict[str, Any]:
         """What the latest `start` event said of the node."""
@@ -295,7 +314,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a `metrics.jsonl`, also while a node writes it.
+    """Read a `metrics.jsonl`, also while a node writes it. Lines that cannot be read are passed over, with one warning.
 
     Raises:
         OSError: the file cannot be read.
@@ -303,9 +322,9 @@ def read_metrics(path: Path) -> Metrics:
     steps: list[StepRow] = []
     evals: list[EvalRow] = []
     events: list[EventRow] = []
-    skipped = 0
+    skipped = first = 0
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             row = decode_row(line)
             if isinstance(row, StepRow):
                 steps.append(row)
@@ -318,6 +337,9 @@ def read_metrics(path: Path) -> Metrics:
                     evals = [earlier for earlier in evals if earlier.step <= row.step]
             elif line.strip():
                 skipped += 1
+                first = first or number
+    if skipped:
+        log.warning("%s: lines that cannot be read are passed over: %d, the first is line %d", path, skipped, first)
     return Metrics(tuple(steps), tuple(evals), tuple(events), skipped)
 
 

@@ -31,6 +31,7 @@ class StatusFile:
         self._path = home / FILE
         self._describe = describe
         self._interval = interval
+        self._refused = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status-file", daemon=True)
         self._thread.start()
@@ -50,8 +51,9 @@ class StatusFile:
         try:
             temporary.write_text(json.dumps(self._describe(), indent=1) + "\n", encoding="utf-8")
             os.replace(temporary, self._path)
-        except OSError as error:  # a full disk: the next second may be better, and training does not depend on it
-            log.debug("%s cannot be written: %s", self._path, error)
+        except Exception as error:  # noqa: BLE001  # a full disk, a fault of ours: the next second may be better, and training goes on
+            log.log(logging.DEBUG if self._refused else logging.WARNING, "%s cannot be written: %r", self._path, error)
+            self._refused = True
 
 
 def read_status(home: Path) -> dict[str, Any] | None:

@@ -49,6 +49,14 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
     return ReferenceEngine(policy, options)
 
 
+def check_engine(options: RolloutOptions) -> None:
+    """Whether what the engine needs is installed. Raises ValueError."""
+    if options.engine == "vllm":
+        from swarm_node.rollout.vllm.start import import_vllm
+
+        import_vllm()
+
+
 def _sparse(policy: Policy, options: RolloutOptions, sparsity: SparsityOptions, home: Path | None) -> SparseEngine:
     schedule, why = choose_schedule(sparsity, policy.name, home)
     monitor = None

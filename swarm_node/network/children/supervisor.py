@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from swarm_node.logs import QUIET
 from swarm_node.network.children.frames import Frame, FrameError, pack_frame, read_frame
 
 log = logging.getLogger(__name__)
@@ -132,9 +133,10 @@ class Child:
             pause = self._backoff[0] if time.monotonic() - born >= healthy else pause
             wait = pause * random.uniform(0.75, 1.25)
             self._restart_at = time.monotonic() + wait
-            log.warning("the %s process ended; it starts again in %.1f s", self.name, wait)
+            reason = f" ({self.last_words[-1]})" if self.last_words else ""
+            log.warning("the %s process ended%s; it starts again in %.1f s", self.name, reason, wait)
             for line in self.last_words:
-                log.warning("%s | %s", self.name, line)
+                QUIET.warning("%s | %s", self.name, line)
             self._closing.wait(wait)
             pause = min(2 * pause, longest)
             self.restarts += not self._closing.is_set()
@@ -206,7 +208,7 @@ class Child:
         for raw in process.stdout:
             line = raw[:2000].decode(errors="replace").rstrip()
             lines.append(line)
-            log.debug("%s | %s", self.name, line)
+            QUIET.debug("%s | %s", self.name, line)
         process.stdout.close()
         self.last_words = tuple(lines)
 

@@ -76,9 +76,11 @@ class Host:
         """
         wanted, self.notices = free_addresses(self._listen) if self._may_move else (self._listen, ())
         async with self.host.run([Multiaddr(address.transport) for address in wanted]):
-            if not self.bound():  # somebody else took the port in between
-                if not self._may_move:
-                    raise ListenError(f"cannot listen on {', '.join(address.transport for address in wanted)}")
+            bound = {address.port for address in self.bound()}
+            missing = [address.transport for address in wanted if address.port not in bound and (address.port or not bound)]
+            if missing and not self._may_move:  # it was free a moment ago
+                raise ListenError(f"cannot listen on {', '.join(missing)}")
+            if missing:
                 await self.swarm.listen(*(Multiaddr(Address(address.kind, address.host, 0).transport) for address in wanted))
             yield
 
