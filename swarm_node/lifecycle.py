@@ -284,8 +284,9 @@ class Life:
         evaluation = self.node.evaluate("eval")
         self.metrics.write(evaluation.row(self.node.steps, time.time()))
         self.say(
-            f"step {self.node.steps} · accuracy on {evaluation.problems} held-out problems {evaluation.accuracy:.3f} "
+            f"step {self.node.steps} · accuracy on {evaluation.problems - evaluation.left_out} held-out problems {evaluation.accuracy:.3f} "
             f"± {evaluation.standard_error:.3f} · length {evaluation.length_mean:.0f}"
+            + (f" · {evaluation.left_out} left out, first: {evaluation.left_out_why}" if evaluation.left_out else "")
         )
 
     def _leave(self) -> None:
