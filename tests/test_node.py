@@ -15,7 +15,7 @@ from swarm_node.network.gossip import NetworkReport, Received
 from swarm_node.node import DistillError, Node, ResumeError
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
-from swarm_node.policy.checkpoint import load_latest, save_checkpoint
+from swarm_node.policy.checkpoint import Checkpoint, load_latest, save_checkpoint
 from swarm_node.rollout.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
@@ -87,6 +87,32 @@ def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_pa
     assert torch.equal(weights(straight), weights(resumed))
     assert [row.reward_mean for row in after] == [row.reward_mean for row in rows[3:]]
     assert [row.group_size for row in after] == [row.group_size for row in rows[3:]]
+
+
+def test_sequence_numbers_go_on_above_the_checkpoints_whatever_the_clock_says(swarm: MakeSwarm) -> None:
+    """The first node's clock starts it at 9e18; it publishes two steps, of which the checkpoint holds one."""
+    node = alone(swarm)
+    node.gossip = deaf = Deaf()
+    node._sequence = 9 * 10**18
+    node.step()
+    checkpoint = node.checkpoint()
+    node.step()
+
+    def numbers_after(checkpoint: Checkpoint, clock: int) -> list[int]:
+        resumed = alone(swarm)
+        resumed.gossip = mesh = Deaf()
+        resumed._sequence = clock
+        resumed.restore(checkpoint)
+        resumed.step()
+        return [decode_group(body).sequence for body in mesh.published]
+
+    used = [decode_group(body).sequence for body in deaf.published]
+    assert min(numbers_after(checkpoint, clock=5)) > max(used)
+    ahead = 9 * 10**18 + 10**15
+    assert numbers_after(checkpoint, clock=ahead) == [ahead + 1, ahead + 2]
+
+    del checkpoint.state["sequence"]  # as versions before saved it
+    assert numbers_after(checkpoint, clock=ahead) == [ahead + 1, ahead + 2]
 
 
 def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwarm, tmp_path: Path) -> None:

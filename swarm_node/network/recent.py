@@ -35,6 +35,9 @@ class Recent(Generic[K, V]):
         self.put(key, value)
         return value
 
+    def pop(self, key: K) -> V:
+        return self._entries.pop(key)
+
     def discard(self, key: K) -> None:
         self._entries.pop(key, None)
 
@@ -51,10 +54,12 @@ class Recent(Generic[K, V]):
 class SeenDigests:
     """Digests of admitted bodies: at most `capacity` in all and `per_sender` of one sender, so that nobody can flush the rest."""
 
-    def __init__(self, capacity: int, per_sender: int, senders: int) -> None:
-        self._owners: Recent[bytes, str] = Recent(capacity)
+    def __init__(self, capacity: int, per_sender: int, senders: int, forgotten: Callable[[str, int], None]) -> None:
+        """`forgotten` is called with sender and sequence number of every body whose digest makes room."""
+        self._owners: Recent[bytes, tuple[str, int]] = Recent(capacity)
         self._by_sender: Recent[str, Recent[bytes, None]] = Recent(senders)
-        self._per_sender = per_sender
+        self._capacity, self._per_sender = capacity, per_sender
+        self._forgotten = forgotten
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._owners
@@ -62,9 +67,17 @@ class SeenDigests:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, sender: str, digest: bytes) -> None:
+    def add(self, sender: str, digest: bytes, sequence: int) -> None:
         own = self._by_sender.touch(sender, lambda: Recent(self._per_sender))
         if len(own) == self._per_sender:
-            self._owners.discard(own.oldest())
+            self._forget(own.oldest())
+        elif len(self._owners) == self._capacity:
+            self._forget(self._owners.oldest())
         own.put(digest, None)
-        self._owners.put(digest, sender)
+        self._owners.put(digest, (sender, sequence))
+
+    def _forget(self, digest: bytes) -> None:
+        sender, sequence = self._owners.pop(digest)
+        if own := self._by_sender.get(sender):
+            own.discard(digest)
+        self._forgotten(sender, sequence)
