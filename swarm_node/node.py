@@ -108,7 +108,9 @@ def check_resumable(state: Mapping[str, Any], policy: Policy) -> None:
         raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
     if (state["fingerprint"], state["lora"]) != (policy.fingerprint, policy.lora):
         made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
-        here = f"{policy.name} ({'LoRA' if policy.lora else 'full'})"
+        here = f"{policy.source or policy.name} ({'LoRA' if policy.lora else 'full'})"
+        if state["fingerprint"] != policy.fingerprint:
+            made_by, here = f"{made_by} with fingerprint {state['fingerprint']}", f"{here} with {policy.fingerprint}"
         raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
 
 
@@ -363,7 +365,7 @@ class Node:
         pool = self.pool.state()
         state = {
             "version": STATE_VERSION,
-            "model": self.policy.name,
+            "model": self.policy.source or self.policy.name,
             "dtype": str(self.policy.dtype).removeprefix("torch."),
             "fingerprint": self.policy.fingerprint,
             "lora": self.policy.lora,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from swarm_node.network.gossip import NetworkReport, Received
 from swarm_node.node import DistillError, Node, ResumeError
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
+from swarm_node.policy import catalogue
 from swarm_node.policy.checkpoint import Checkpoint, load_latest, save_checkpoint
 from swarm_node.rollout.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
@@ -38,6 +40,7 @@ class Deaf:
     def __init__(self) -> None:
         self.published: list[bytes] = []
         self.inbox: list[Received] = []
+        self.shown = ""
 
     def publish(self, body: bytes) -> None:
         self.published.append(body)
@@ -46,7 +49,8 @@ class Deaf:
         arrived, self.inbox = self.inbox, []
         return arrived
 
-    def progress(self, step: int, policy: str) -> None: ...
+    def progress(self, step: int, policy: str) -> None:
+        self.shown = policy
 
     def report(self) -> NetworkReport:
         return NetworkReport()
@@ -270,3 +274,38 @@ def test_another_lora_rank_is_refused_as_a_checkpoint_that_does_not_fit(swarm: M
     checkpoint.weights = {name: tensor[:1] for name, tensor in checkpoint.weights.items()}
     with pytest.raises(ResumeError, match="does not fit this configuration"):
         node.restore(checkpoint)
+
+
+def copy_model(name: str, folder: Path) -> Path:
+    shutil.copytree(catalogue.find(name).folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [("llama", "llama"), ("d" * 200, "d" * 128), ("ä" * 100, "ä" * 64), ("two\nlines", "two?lines"), ("\u202e!", "?!")],
+)
+def test_a_folders_name_travels_and_its_path_does_not(swarm: MakeSwarm, tmp_path: Path, folder: str, shown: str) -> None:
+    place = copy_model("tiny-s", tmp_path / ("deep" * 40) / folder)
+    node = alone(swarm, model=str(place))
+    node.gossip = deaf = Deaf()
+    node.step()
+    assert [decode_group(body).policy.model for body in deaf.published] == [shown, shown]
+    assert deaf.shown == shown
+    assert not any(b"deepdeep" in body for body in deaf.published)
+    assert node.checkpoint().state["model"] == str(place)
+
+
+def test_a_node_resumes_where_its_model_has_moved_and_not_with_another_of_the_same_name(swarm: MakeSwarm, tmp_path: Path) -> None:
+    node = alone(swarm, model=str(copy_model("tiny-s", tmp_path / "here" / "llama")))
+    node.step()
+    checkpoint = node.checkpoint()
+    moved = alone(swarm, model=str(copy_model("tiny-s", tmp_path / "there" / "llama")))
+    for named_as in (checkpoint.state["model"], "./llama", "llama"):  # versions before kept what the user had written
+        checkpoint.state["model"] = named_as
+        moved.restore(checkpoint)
+        assert torch.equal(weights(moved), weights(node))
+    other = alone(swarm, model=str(copy_model("tiny-m", tmp_path / "other" / "llama")))
+    fingerprints = f"{node.policy.fingerprint} and this run is {tmp_path}/other/llama .full. with {other.policy.fingerprint}"
+    with pytest.raises(ResumeError, match=rf"made by llama \(full\) with fingerprint {fingerprints}"):
+        other.restore(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
+from swarm_protocols.limits import DEFAULT_LIMITS
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -71,7 +73,8 @@ def load_policy(options: ModelOptions) -> Policy:
     return Policy(
         model=model,
         tokenizer=tokenizer,
-        name=name,
+        name=_shown_name(source),
+        source=source.name,
         fingerprint=fingerprint_policy(config, tokenizer_fingerprint),
         tokenizer_fingerprint=tokenizer_fingerprint,
         stop_ids=stop_ids,
@@ -112,10 +115,17 @@ def _locate(name: str) -> _Source:
             raise ModelError(
                 f"folder {folder} holds no config.json: it is not a Hugging Face model folder (config, tokenizer, safetensors)."
             )
-        return _Source(name, str(folder))
+        return _Source(str(folder.absolute()), str(folder.absolute()))
     if name.count("/") == 1 and not name.startswith(("/", ".", "~")):
         return _Source(name, name, on_hub=True, offline=not _hub_answers(name))
     raise catalogue.unknown(name)
+
+
+def _shown_name(source: _Source) -> str:
+    """As it stands in every group: of a folder its own name, for the path is nobody else's business."""
+    name = os.path.basename(os.path.abspath(source.name)) if os.path.isabs(source.name) else source.name
+    printable = "".join(character if character.isprintable() else "?" for character in name) or "model"
+    return printable.encode()[: DEFAULT_LIMITS.text_bytes].decode(errors="ignore")
 
 
 def _hub_answers(repository: str) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from swarm_node.options import Options
+from swarm_node.policy import catalogue
 
 
 class ModelOptions(Options):
@@ -26,3 +29,10 @@ class ModelOptions(Options):
     """Type of the model's weights; `auto` chooses by device, memory and what is trained, and says why. Adapters are always float32."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?)$")
     """Where the model lives: `cpu`, `cuda`, `cuda:1`, `mps`, `xpu`, or `auto`: an accelerator that works, else the CPU."""
+
+    @field_validator("name")
+    @classmethod
+    def _make_absolute(cls, name: str) -> str:
+        """A folder means the same wherever the node is started next."""
+        folder = os.path.expanduser(name)
+        return str(Path(folder).absolute()) if name not in ("auto", *catalogue.names()) and os.path.isdir(folder) else name
