@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from swarm_node.policy import fetching
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fetching import Fetch, FetchError, Progress
-from swarm_node.policy.options import ModelError
 
 _SHIPPED = Path(__file__).parent / "tiny"
 _RECEIPT = "pulled.json"
