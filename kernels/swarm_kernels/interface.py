@@ -193,10 +193,10 @@ class Kernels(Protocol):
         good for as long as the weights stay where they are; what is written into them is seen. Adapters are copied."""
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
-        """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""
+        """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `naive/logprob.py`."""
 
     def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        """Write the gradient of one piece; `gradient` may be `logits`, see `logprob/fused.py`."""
+        """Write the gradient of one piece; `gradient` may be `logits`, see `naive/logprob.py`."""
 
 
 def compose_layer(

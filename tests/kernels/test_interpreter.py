@@ -37,10 +37,8 @@ if not INTERPRETED:
 else:
     from swarm_kernels.gpu.backend import TritonKernels
     from swarm_kernels.layout import LayerCache
-    from swarm_kernels.logprob import token_logprobs
     from swarm_kernels.naive import append as naive_append
     from swarm_kernels.naive import attention as naive
-    from swarm_kernels.naive import logprob as naive_logprob
     from swarm_kernels.naive import selection as naive_selection
 
     KERNELS = TritonKernels()
@@ -170,18 +168,3 @@ else:
             results.append((pages, cache.centroids, rotated))
         for ours, reference in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(ours, reference, atol=2e-6, rtol=1e-3 if dtype == F16 else 1e-6)
-
-    def test_logprobs_and_their_gradients() -> None:
-        generator = torch.Generator().manual_seed(0)
-        hidden, weight = (
-            torch.randn(3, 8, generator=generator, requires_grad=True),
-            torch.randn(70, 8, generator=generator, requires_grad=True),
-        )
-        targets, temperature = torch.tensor([0, 69, 33]), torch.tensor([0.5, 1.0, 2.0])
-        incoming = torch.tensor([1.0, -2.0, 0.5])
-        ours = token_logprobs(KERNELS, hidden, weight, targets, temperature, chunk=32)
-        reference = naive_logprob.token_logprobs(hidden @ weight.T, targets, temperature)
-        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
-        expected = torch.autograd.grad(reference, (hidden, weight), incoming)
-        for actual, wanted in zip(torch.autograd.grad(ours, (hidden, weight), incoming), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)

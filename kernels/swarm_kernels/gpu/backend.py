@@ -15,7 +15,6 @@ from torch import Tensor
 from swarm_kernels.checks import check_attend, check_cache, check_select
 from swarm_kernels.gpu.append import append_tokens, write_centroids
 from swarm_kernels.gpu.attention import attend_split, merge_splits
-from swarm_kernels.gpu.logprob import logprob_backward, logprob_forward
 from swarm_kernels.gpu.selection import keep_best, score_pages
 from swarm_kernels.interface import DecodeStep, compose_layer
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache
@@ -28,8 +27,6 @@ MIN_SPLIT_PAGES = 4
 """Of a split, when their number is chosen here: a smaller one costs more to merge than to read."""
 SCORE_BLOCK = 64
 """Pages that one program scores."""
-LOGPROB_BLOCK = 2048
-"""Logits that one iteration holds."""
 INTERPRETED = not isinstance(attend_split, triton.JITFunction)
 """Whether Triton only interprets (TRITON_INTERPRET=1, on CPU tensors): for tests."""
 ATTEND_STAGES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 1}
@@ -201,26 +198,6 @@ class TritonKernels(PlainLayers):
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
-
-    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
-        rows, columns = logits.shape
-        logprob_forward[(rows,)](logits, targets, sharpness, top, mass, chosen, columns, logits.stride(0), BLOCK=LOGPROB_BLOCK, num_warps=8)
-
-    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        rows, columns = logits.shape
-        logprob_backward[(rows, triton.cdiv(columns, LOGPROB_BLOCK))](
-            logits,
-            targets,
-            sharpness,
-            lse,
-            scale,
-            gradient,
-            columns,
-            logits.stride(0),
-            gradient.stride(0),
-            BLOCK=LOGPROB_BLOCK,
-            num_warps=8,
-        )
 
 
 def choose_splits(pairs: int, pages: int, device: torch.device) -> int:

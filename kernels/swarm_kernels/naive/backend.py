@@ -102,21 +102,6 @@ class TorchKernels(PlainLayers):
     ) -> Tensor:
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
 
-    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
-        scaled = logits.float() * sharpness[:, None]
-        highest = torch.maximum(top, scaled.amax(dim=1))
-        mass.mul_(torch.exp(top - highest)).add_(torch.exp(scaled - highest[:, None]).sum(dim=1))
-        top.copy_(highest)
-        here = (targets >= 0) & (targets < logits.shape[1])
-        found = scaled.gather(1, torch.where(here, targets, 0)[:, None]).squeeze(1)
-        chosen.copy_(torch.where(here, found, chosen))
-
-    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        share = torch.exp(logits.float() * sharpness[:, None] - lse[:, None])
-        rows = torch.nonzero((targets >= 0) & (targets < logits.shape[1])).squeeze(1)
-        share[rows, targets[rows]] -= 1
-        gradient.copy_(share * -(scale * sharpness)[:, None])
-
 
 def keep_best(scores: Tensor, inside: Tensor, reserved: Tensor, budgets: Tensor, width: int) -> Tensor:
     """Page lists out of scores (B, KV heads, M): the reserved pages, then the best within the budget, ascending, padded with -1.

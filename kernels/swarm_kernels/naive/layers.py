@@ -1,4 +1,4 @@
-"""The layers of a model as plain torch computes them, for backends that have nothing faster."""
+"""The layers of a model and its log-probs as plain torch computes them, for backends that have nothing faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from swarm_kernels.checks import check_cache, check_prompts
 from swarm_kernels.interface import LayerWeights, NormWeight
 from swarm_kernels.layout import LayerCache
-from swarm_kernels.naive import elementwise, linear, prompt, sampling
+from swarm_kernels.naive import elementwise, linear, logprob, prompt, sampling
 
 
 class PlainLayers:
@@ -36,3 +36,9 @@ class PlainLayers:
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
         return None
+
+    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
+        logprob.fold(logits, targets, sharpness, top, mass, chosen)
+
+    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
+        logprob.differentiate(logits, targets, sharpness, lse, scale, gradient)

@@ -9,7 +9,7 @@ import torch
 from swarm_kernels.choose import choose_backend
 from swarm_kernels.interface import Kernels
 from swarm_kernels.layout import LayerCache
-from swarm_kernels.logprob import CHUNK
+from swarm_kernels.logprob import Head, token_logprobs
 from swarm_kernels.measure import PAGE_SIZE, Candidate, Row, StepData, Workload, measure
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class KernelTimes:
 def bench_kernels(
     shape: str, *, batch: int, context: int, budget: int, repeats: int, dtype: torch.dtype, device: torch.device
 ) -> KernelTimes:
-    """Time each kernel over all layers of a decode step, and the log-prob kernels over the vocabulary.
+    """Time each kernel over all layers of a decode step, and the learner's log-probs over the vocabulary.
 
     Raises:
         BenchError: there is no shape of this name, or the context is no whole number of pages.
@@ -156,25 +156,22 @@ def _elementwise_candidates(shape: Shape, kernels: Kernels, dtype: torch.dtype, 
 
 
 def _logprob_candidates(shape: Shape, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
-    """One pass over the logits of a micro-batch, in the pieces that `token_logprobs` makes."""
-    widths = [min(CHUNK, shape.vocabulary - start) for start in range(0, shape.vocabulary, CHUNK)]
-    forward, backward = ([torch.randn(ROWS, width).to(device, dtype) for width in widths] for _ in range(2))
-    targets = torch.zeros(ROWS, dtype=torch.int64, device=device)
-    sharpness, scale = (torch.ones(ROWS, device=device) for _ in range(2))
-    top, mass, chosen = (torch.zeros(ROWS, device=device) for _ in range(3))
-    lse = torch.full((ROWS,), 10.0, device=device)
+    """The log-probs of a micro-batch from its hidden states and back, as the learner has them and from whole logits."""
+    weight = torch.randn(shape.vocabulary, shape.hidden).to(device, dtype).requires_grad_()
+    hidden = torch.randn(ROWS, shape.hidden).to(device, dtype).requires_grad_()
+    targets, head = torch.arange(ROWS, device=device) % shape.vocabulary, Head(weight)
 
-    def fold() -> None:
-        for piece in forward:
-            kernels.logprob_forward(piece, targets, sharpness, top, mass, chosen)
+    def pieces() -> None:
+        torch.autograd.grad(token_logprobs(kernels, head, hidden, targets).sum(), (hidden, weight))
 
-    def differentiate() -> None:
-        for piece in backward:
-            kernels.logprob_backward(piece, targets, sharpness, lse, scale, piece)
+    def whole() -> None:
+        logits = head(hidden).float()
+        torch.autograd.grad((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).sum(), (hidden, weight))
 
+    moved = 3 * weight.nbytes + 2 * hidden.nbytes  # the weight is read by both passes, its gradient written
     return [
-        Candidate(f"logprob forward, {ROWS} tokens", fold, _bytes(forward)),
-        Candidate(f"logprob backward, {ROWS} tokens", differentiate, 2 * _bytes(backward)),
+        Candidate(f"log-probs of {ROWS} tokens and back", pieces, moved),
+        Candidate(f"log-probs of {ROWS} tokens and back, whole logits", whole, moved),
     ]
 
 
