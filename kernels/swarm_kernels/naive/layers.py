@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from swarm_kernels.checks import check_cache, check_prompts
-from swarm_kernels.interface import LayerWeights, NormWeight
+from swarm_kernels.checks import check_prompts
+from swarm_kernels.interface import LayerWeights, NormWeight, PromptAttention
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.naive import elementwise, linear, logprob, prompt, sampling
 
@@ -24,12 +24,9 @@ class PlainLayers:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear.linear(x, weight, bias)
 
-    def attend_prompts(
-        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
-    ) -> Tensor:
-        check_cache(cache, query.dtype)
-        check_prompts(query, cache, table, bounds, starts, window)
-        return prompt.attend_prompts(query, cache, table, bounds, starts, scale=scale, window=window)
+    def attend_prompts(self, cache: LayerCache, attention: PromptAttention) -> Tensor:
+        check_prompts(cache, attention)
+        return prompt.attend_prompts(cache, attention)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return sampling.draw(logits, uniforms, temperature)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from swarm_kernels.choose import choose_backend
-from swarm_kernels.interface import Kernels
-from swarm_kernels.layout import LayerCache
+from swarm_kernels.interface import Kernels, NewTokens, PromptAttention
 from swarm_kernels.logprob import Head, token_logprobs
 from swarm_kernels.measure import PAGE_SIZE, Candidate, Row, StepData, Workload, measure
 from torch import Tensor
@@ -100,10 +99,10 @@ def _append(name: str, data: StepData, kernels: Kernels, slots: Tensor) -> Candi
     query = torch.randn(tokens, w.kv_heads * w.group, w.head_size).to(w.device, w.dtype)
     cosines, sines = (torch.full((tokens, w.head_size), 0.5**0.5).to(w.device, w.dtype) for _ in range(2))
 
-    def write(cache: LayerCache) -> None:
-        kernels.append(keys, values, slots, cache, query=query, cosines=cosines, sines=sines)
-
-    return Candidate(name, data.every_layer(write), 2 * (keys.nbytes + values.nbytes + query.nbytes) * w.layers)
+    new = NewTokens(keys, values, slots, query, cosines, sines)
+    return Candidate(
+        name, data.every_layer(lambda cache: kernels.append(cache, new)), 2 * (keys.nbytes + values.nbytes + query.nbytes) * w.layers
+    )
 
 
 def _attend_prompt(data: StepData, kernels: Kernels, tokens: int) -> Candidate:
@@ -112,10 +111,9 @@ def _attend_prompt(data: StepData, kernels: Kernels, tokens: int) -> Candidate:
     query = torch.randn(tokens, w.kv_heads * w.group, w.head_size).to(w.device, w.dtype)
     bounds, starts = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([w.length - tokens], dtype=torch.int32)
 
-    def attend(cache: LayerCache) -> None:
-        kernels.attend_prompts(query, cache, data.table[:1], bounds, starts, scale=data.scale)
-
-    return Candidate(f"attend, {tokens} tokens of prefill", data.every_layer(attend), w.cache_bytes / w.batch + 2 * query.nbytes * w.layers)
+    attention = PromptAttention(query, data.table[:1], bounds, starts, data.scale)
+    run = data.every_layer(lambda cache: kernels.attend_prompts(cache, attention))
+    return Candidate(f"attend, {tokens} tokens of prefill", run, w.cache_bytes / w.batch + 2 * query.nbytes * w.layers)
 
 
 def _linear_candidates(shape: Shape, batch: int, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
