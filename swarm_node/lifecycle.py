@@ -285,8 +285,9 @@ class Life:
         evaluation = self.node.evaluate("eval")
         self.metrics.write(evaluation.row(self.node.steps, time.time()))
         self.say(
-            f"step {self.node.steps} · accuracy on {evaluation.problems} held-out problems {evaluation.accuracy:.3f} "
+            f"step {self.node.steps} · accuracy on {evaluation.problems - evaluation.left_out} held-out problems {evaluation.accuracy:.3f} "
             f"± {evaluation.standard_error:.3f} · length {evaluation.length_mean:.0f}"
+            + (f" · {evaluation.left_out} left out, first: {evaluation.left_out_why}" if evaluation.left_out else "")
         )
 
     def _leave(self) -> None:
@@ -312,7 +313,7 @@ class Life:
         seed, collaboration = self.config.task.seed, self.config.learning.collaboration
         swarm = swarm_id(self.config.swarm, f"{task.name}@{seed} {collaboration}", self.policy.tokenizer_fingerprint)
         rules = AdmissionRules((task.name,), seed, self.config.admission, collaboration == "horizontal")
-        return Libp2pGossip.start(self.config.network, self.home.path, swarm, rules, identity=self.identity, name=self.home.path.name)
+        return Libp2pGossip.start(self.config.network, self.home.path, swarm, rules, identity=self.identity)
 
     def describe(self) -> dict[str, Any]:
         """What `swarm-node status` shows."""

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,12 @@ from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rollout_adapter import RolloutAdapter
+from swarm_node.prompts import Prompts
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
-from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
 
 log = logging.getLogger(__name__)
 
@@ -214,28 +216,13 @@ class Node:
         """This step's problems: assigned by peer id and step, so that nobody can pick easy ones; in horizontal collaboration by step."""
         seed = self.config.task.seed
         owner = EVERYBODY if self.horizontal else self.peer_id
-        problems: list[Problem] = []
-        prompts: list[NDArray[np.int32]] = []
-        for slot in range(MAX_SLOTS):
-            try:
-                problem = self.task.problem(seed, assigned_index(owner, self.steps, slot, seed))
-            except TaskError as error:  # a data set may fail to make one problem; the next slot has another
-                log.warning("slot %d of step %d has no problem: %s", slot, self.steps, error)
-                continue
-            prompt = self.prompt(problem)
-            if len(prompt) + self.config.rollout.max_new_tokens > self.context:
-                log.warning("the prompt of slot %d has %d tokens and does not fit the context of %d", slot, len(prompt), self.context)
-                continue
-            problems.append(problem)
-            prompts.append(prompt)
-            if len(problems) == self.config.rollout.prompts_per_step:
-                break
-        if not problems:
-            raise TaskError(
-                f"none of {MAX_SLOTS} problems of {self.task.name} can be used with a context of {self.context} tokens: choose another "
-                f"task or model, or lower rollout.max_new_tokens = {self.config.rollout.max_new_tokens}"
-            )
-        return problems, prompts
+        prompts = Prompts(self.policy, self.task, self.config.rollout.max_new_tokens, self.context)
+        drawn = (prompts.draw(seed, assigned_index(owner, self.steps, slot, seed)) for slot in range(MAX_SLOTS))
+        usable = list(islice(filter(None, drawn), self.config.rollout.prompts_per_step))
+        prompts.check()
+        if prompts.left_out:
+            log.warning("step %d left out %d problems, first: %s", self.steps, prompts.left_out, prompts.why)
+        return [problem for problem, _ in usable], [prompt for _, prompt in usable]
 
     def sample(self, problems: Sequence[Problem], prompts: Sequence[NDArray[np.int32]], decision: Decision) -> Sampled:
         """Sample and score one group a problem."""

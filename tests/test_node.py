@@ -240,6 +240,9 @@ def test_a_problem_that_cannot_be_made_is_passed_over(swarm: MakeSwarm, monkeypa
     assert len(problems) == len(prompts) == 2
     assert problems[0].index == usual[1].index
     node.context = 10
+    node.policy.model.config.max_position_embeddings = 10
+    with pytest.raises(TaskError, match="none of 64 problems of chain-sum:2 can be used with a context of 10 tokens"):
+        node.evaluate("eval")
     with pytest.raises(TaskError, match="none of 1024 problems of chain-sum:2 can be used with a context of 10 tokens"):
         node.next_problems()
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import psutil
 
-from swarm_node.network.identity import decode_base58
+from swarm_node.network.identity import decode_peer_id
 
 PATIENCE_S = 3.0
 """How long a port that was asked for may be taken before that is an error."""
 EXAMPLE = "/ip4/192.0.2.7/tcp/31310/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
+ADDRESSES_OF_ONE_PEER = 4
+"""So many are told and remembered."""
 _HOST_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*\.?"
 )
@@ -259,7 +261,7 @@ def _is_ip(host: str, version: int) -> bool:
 
 def _is_peer_id(text: str) -> bool:
     try:
-        raw = decode_base58(text)
+        raw = decode_peer_id(text)
     except ValueError:
         return False
     # The identity multihash of an Ed25519 key, or the SHA-256 multihash of an RSA key.

@@ -181,6 +181,8 @@ class EvalRow:
     length_mean: float = NAN
     length_max: int = 0
     truncated_share: float = NAN
+    left_out: int = 0
+    """Of the problems, those whose prompt leaves no room for a completion, or which could not be made: they count nowhere."""
     seconds: float = NAN
 
 

@@ -67,6 +67,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+def rotary_limit(config: Any) -> int | None:
+    """Positions up to which rotary angles depend on the position alone: LongRoPE and dynamic NTK turn a whole batch otherwise once one of
+    its sequences is longer. None: everywhere."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one for all layers, or one a type of layer
+    return min(
+        (
+            int(kind.get("original_max_position_embeddings") or config.get_text_config().max_position_embeddings)
+            for kind in kinds
+            if kind.get("rope_type") in ("dynamic", "longrope")
+        ),
+        default=None,
+    )
+
+
 def cache_argument(model: nn.Module) -> str:
     """The name under which this model's forward takes its KV cache: `cache`, or `past_key_values` before transformers 5.2x."""
     return "cache" if "cache" in inspect.signature(unwrap(model).forward).parameters else "past_key_values"

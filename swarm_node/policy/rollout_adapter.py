@@ -73,10 +73,6 @@ class RolloutAdapter:
         self._copied = [site for site in self._sites.values() if site.a_now is not site.a]
         self._copied_versions = -1
 
-    @property
-    def is_active(self) -> bool:
-        return self._active
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """Float32 parameters by name: the layer's path below the model's body, then `A`, (in, rank), or `B`, (rank, out)."""
         factors = {}

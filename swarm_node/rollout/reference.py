@@ -10,11 +10,9 @@ import torch
 from numpy.typing import NDArray
 from swarm_kernels.naive.sampling import draw
 from swarm_protocols.group import Completion, Finish
-from torch import Tensor
-from transformers import Cache
 
-from swarm_node.policy.growing_cache import growing_cache
-from swarm_node.policy.parts import body, cache_argument, head, unwrap
+from swarm_node.policy.growing_cache import prefill
+from swarm_node.policy.parts import body, cache_argument, head
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout, RolloutReport, by_group, completion_streams, straggler_seconds
 from swarm_node.rollout.noise import uniforms
@@ -74,7 +72,7 @@ class ReferenceEngine(Engine):
         slots = self._slots(owners, max_new_tokens)
 
         distinct, prompt_of = np.unique(owners, return_inverse=True)
-        hidden, cache, mask, lengths = self._prefill([requests[index].prompt for index in distinct], max_new_tokens)
+        hidden, cache, mask, lengths = prefill(policy.model, [requests[index].prompt for index in distinct], max_new_tokens)
         rows = torch.from_numpy(prompt_of).to(device)
         hidden, mask, lengths = hidden[rows], mask[rows], lengths[rows]
         cache.batch_select_indices(rows)
@@ -103,31 +101,6 @@ class ReferenceEngine(Engine):
     def _slots(self, owners: NDArray[np.int64], max_new_tokens: int) -> Slots:
         """The bookkeeping of one batch, given which request each slot belongs to."""
         return Slots(len(owners), max_new_tokens, self._policy.stop_ids)
-
-    def _prefill(self, prompts: list[NDArray[np.int32]], max_new_tokens: int) -> tuple[Tensor, Cache, Tensor, Tensor]:
-        """Run the prompts once, padded on the left.
-
-        Returns:
-            The last hidden states (N, H), the cache, the attention mask (N, longest prompt + max_new_tokens), the prompts' lengths (N,).
-        """
-        model, device = self._policy.model, self._policy.device
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.ones(len(prompts), width + max_new_tokens, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, : width - len(prompt)] = False
-        ids, mask = ids.to(device), mask.to(device)
-        lengths = mask[:, :width].sum(-1)
-        cache = growing_cache(unwrap(model).config)
-        output = body(model)(
-            input_ids=ids,
-            attention_mask=mask[:, :width],
-            position_ids=(mask[:, :width].cumsum(-1) - 1).clamp(min=0),
-            use_cache=True,
-            **{cache_argument(model): cache},
-        )
-        return output.last_hidden_state[:, -1], cache, mask, lengths
 
 
 def batches(sizes: Sequence[int], limit: int) -> Iterator[slice]:

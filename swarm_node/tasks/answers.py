@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 from swarm_node.tasks.base import Reward
@@ -16,9 +17,6 @@ MAX_DIGITS = 40
 MAX_LENGTH = 200
 """Characters of a number at most, with sign, currency and unit."""
 
-MAX_MARKS = 64
-"""Marks of a text that are looked at, from its end."""
-
 FORMAT_SHARE = 0.1
 """What an answer is worth for standing where it was asked for, right or wrong."""
 
@@ -27,7 +25,14 @@ _NUMBER = re.compile(
     r"(?P<sign>[+-]?)\s?[$€£¥]?\s?"
     rf"(?P<top>{_DECIMAL})(?:\s?/\s?(?P<bottom>{_DECIMAL}))?"
     # A unit: anything without digits and operators; a hyphen or slash may join words, as in `miles/hour`.
-    r"(?:[^0-9+*/^=<>-]|[/-](?=[A-Za-z]))*"
+    r"(?P<unit>(?:[^\d+*/^=<>-]|[/-](?=[A-Za-z]))*)"
+)
+_FIRST = re.compile(
+    # The first digits of a line are a number of their own where neither an operator nor a letter stands before them ...
+    r"\D*?(?<![^\W_])(?<![.,/^×÷·+-])(?<![\w)]\*)(?<![*/^×÷·+-]\s)"
+    rf"(?P<number>(?>(?:[+-](?!\s)|(?<![\w)]\s)[+-]\s)?(?:[$€£¥]\s?)?{_DECIMAL}(?:\s?/\s?{_DECIMAL})?)"
+    # ... and behind them neither another number nor an operator with one.
+    r"(?:\S++|(?!\s+[\d½¼¾⅓⅔])))(?!\s*[-+*/^×÷·xX]{1,2}\s*[($€£¥]*\s*\d)"
 )
 _DIGIT = re.compile(r"[0-9]")
 _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
@@ -53,37 +58,31 @@ def numeral(text: str) -> str | None:
     """The bare digits of the number that `text` is: sign, digits, point, and a slash for a fraction; None where it is no number."""
     if len(text) > MAX_LENGTH:
         return None
-    plain = _MARKUP.sub("", _FRACTION.sub(r"\1/\2", text.translate(_MINUS))).strip(_EDGE)
+    plain = _strip_markup(text).strip(_EDGE).rstrip(f"{_EDGE}.")
     # `$18$` is set as mathematics, `$18` is money.
     match = _NUMBER.fullmatch(plain.strip("$") if plain.endswith("$") else plain)
-    if match is None:
+    if match is None or unicodedata.category(match["unit"].lstrip()[:1] or " ")[0] == "N":  # 5² and 1½ are other numbers
         return None
     bare = match["sign"].strip("+") + match["top"] + (f"/{match['bottom']}" if match["bottom"] else "")
     return bare.replace(",", "") if len(_DIGIT.findall(bare)) <= MAX_DIGITS else None
 
 
+def first_number(text: str) -> str | None:
+    """The first number of a line, as a numeral, whatever words follow it; of an expression, the value that it is said to equal."""
+    for side in _strip_markup(text).split("="):
+        match = _FIRST.match(side)
+        number = numeral(match["number"]) if match else None
+        if number is not None:
+            return number
+    return None
+
+
 def last_number(text: str) -> str | None:
     """The last word with a digit in it, as a numeral, if it is a number: what a reader takes for the answer where no place is marked."""
-    last = max(map(text.rfind, "0123456789"))
-    if last < 0:
-        return None
-    # Longer words are no numbers, so nothing farther away needs to be looked at.
-    before = re.split(r"[\s=]+", text[max(0, last - MAX_LENGTH) : last + 1])[-1]
-    after = re.split(r"[\s=]+", text[last + 1 : last + MAX_LENGTH])[0]
-    return numeral(before + after)
-
-
-def first_number(text: str) -> str | None:
-    """The first number on the first line that is not empty, as a numeral: words may stand around it, but `3 + 4` is no number."""
-    words = text.lstrip()[: 2 * MAX_LENGTH].partition("\n")[0].translate(_MINUS).split()
-    at = next((index for index, word in enumerate(words) if _DIGIT.search(word)), None)
-    if at is None:
-        return None
-    start = at - 1 if at and re.fullmatch(r"[+-]?[$€£¥]?", words[at - 1]) else at  # `- 5`, `$ 20`
-    end = at + 3 if words[at + 1 : at + 2] == ["/"] else at + 1  # `3 / 4`
-    if len(words) > end and re.match(r"[-+*/^=×÷<>]+($|[0-9(])", words[end]):
-        return None
-    return numeral(" ".join(words[start:end]))
+    for word in reversed(re.split(r"[\s=]+", text)):
+        if _DIGIT.search(word):
+            return numeral(word)
+    return None
 
 
 def last_line(text: str) -> str:
@@ -91,33 +90,30 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2].strip(" \t\r.")
 
 
-def marked_number(text: str, marker: str = "####") -> tuple[bool, str | None]:
-    """Whether there is a `marker`, and the number right behind the last one that has any: what follows that number, further marks without a
-    number included, takes nothing back. Of many marks the last MAX_MARKS count."""
-    at = text.rfind(marker)
-    found = at >= 0
-    for _ in range(MAX_MARKS):
-        if at < 0:
-            break
-        start = at + len(marker)
-        number = first_number(text[start : start + 4 * MAX_LENGTH].partition(marker)[0])
-        if number is not None:
-            return True, number
-        at = text.rfind(marker, 0, at)
-    return found, None
+def marked(text: str, marker: str = "####") -> str | None:
+    """The number behind the last `marker` that has one, as a numeral; empty where none has, None where there is no marker.
+
+    A marker has one number at most: the first of its own line or, where no digit stands there, the next line if that is a number.
+    """
+    _, *behind = text.split(marker)
+    return next(filter(None, map(_stated, filter(_DIGIT.search, reversed(behind)))), "") if behind else None
+
+
+def _stated(text: str) -> str | None:
+    line, _, below = text.partition("\n")
+    number = first_number(line) if _DIGIT.search(line) else numeral(below.strip().partition("\n")[0])
+    return number if parse_number(number or "") is not None else None
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last `<tag>…</tag>` that is not empty; None where there is no such pair at all. A tag without its partner does not
-    count, wherever it stands."""
-    inside, opened = None, None
-    for match in re.finditer(rf"<(/?){tag}>", text):
-        if not match[1]:
-            opened = match.end()
-        elif opened is not None:
-            inside = text[opened : match.start()].strip() or inside or ""
-            opened = None
-    return inside
+    """What stands in the last `<tag>…</tag>` that holds more than dots; empty where none does, None where there is no such pair."""
+    *closed, _ = text.split(f"</{tag}>")
+    pairs = [inside.strip() for _, opened, inside in (before.rpartition(f"<{tag}>") for before in reversed(closed)) if opened]
+    return next((inside for inside in pairs if inside.strip(".…")), "") if pairs else None
+
+
+def _strip_markup(text: str) -> str:
+    return _MARKUP.sub("", _FRACTION.sub(r"\1/\2", text.translate(_MINUS)))
 
 
 def combine(form: float, answer: float, *, correct: bool) -> Reward:

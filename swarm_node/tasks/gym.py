@@ -49,7 +49,7 @@ _DRAWN_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 
 
 class Gym(Task):
-    """One dataset with options. The text in the last `<answer>…</answer>` is scored.
+    """One dataset with options. The text in the last `<answer>…</answer>` that holds any is scored.
 
     Without the tags the last number is scored where a number is asked for, and the last line elsewhere: small models answer long before
     they write tags (SmolLM2-135M at temperature 0.5: half of one-digit products right, no tag in any). They lose the format's share.

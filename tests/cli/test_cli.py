@@ -457,3 +457,24 @@ def test_known_errors_are_a_sentence_also_where_nobody_reads_them(tmp_path: Path
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stderr=full, stdout=full, timeout=HANG_S, check=False)
     assert done.returncode == 2
+
+
+def test_eval_leaves_over_long_problems_out_and_says_how_many_and_why(run: Run) -> None:
+    """tiny-s reads characters in a context of 2,048; one of two held-out questions has 3,500."""
+    lines = [json.dumps({"question": question, "answer": "#### 2"}) for question in ("What is 1 + 1?", "word " * 700 + "What is 1 + 1?")]
+    Path("train.jsonl").write_text('{"question": "What is 2 + 2?", "answer": "#### 4"}')
+    Path("test.jsonl").write_text("\n".join(lines))
+    arguments = ("eval", "--model", "tiny-s", "--task", "gsm8k:.", "--problems", "6", "--samples", "1", "--max-new-tokens", "4")
+    shown = run(*arguments)
+    assert shown.code == 0
+    (row,) = json.loads(run(*arguments, "--json").out)
+    assert 0 < row["left_out"] < 6
+    assert f"tiny-s: {row['left_out']} of 6 problems were left out, first: {row['left_out_why']}" in shown.out
+    assert "max_new_tokens = 4 do not fit the context of 2048" in row["left_out_why"]
+    assert row["per_problem"].count(None) == row["left_out"]
+
+    Path("test.jsonl").write_text(lines[1])
+    refused = run(*arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert "none of 6 problems of gsm8k@" in refused.err
+    assert "choose another task or model, or fewer new tokens" in refused.err

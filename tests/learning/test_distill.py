@@ -90,10 +90,12 @@ def test_in_chunks_it_is_the_same_and_the_logits_of_all_tokens_never_exist_at_on
 
     expected = divergence(dense @ weight.T, whole @ weight.T, direction, 0.8)  # type: ignore[arg-type]
     expected.mean().backward()
+    # Products of 5 terms and sums over 11, of values up to the divergence itself, in another order: each may round once more.
+    tolerance = 16 * torch.finfo(torch.float32).eps * float(expected.detach().abs().max())
     found, accepted = token_divergences(project, dense, chunked, direction, 0.8, chunk_tokens=4)  # type: ignore[arg-type]
     found.mean().backward()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(chunked.grad, whole.grad, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(chunked.grad, whole.grad, rtol=0, atol=tolerance)
     assert max(rows) == 4
     assert len(rows) == 12, "three chunks, two sides, and once more in the backward pass"
     ours, theirs = ((states @ weight.T / 0.8).softmax(-1) for states in (dense, sparse))
@@ -108,6 +110,7 @@ def test_updates_bring_the_sparse_actor_nearer_and_leave_the_policy_alone(lora: 
         model = _add_adapters(model, ModelOptions(lora=True, lora_rank=4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    hidden = completion_hidden(model, *samples()[0])
     distiller = distiller_of(model, completions_per_step=3)
     reports = [distiller.step(samples(), one_page, 1.0) for _ in range(12)]
     assert reports[0].loss > 1e-3
@@ -117,7 +120,7 @@ def test_updates_bring_the_sparse_actor_nearer_and_leave_the_policy_alone(lora: 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert learns == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not distiller.adapter.is_active
+    assert torch.equal(completion_hidden(model, *samples()[0]), hidden), "the adapter is off again"
 
 
 def test_the_first_loss_and_acceptance_are_those_of_the_bare_sparse_actor() -> None:

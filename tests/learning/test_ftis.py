@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swarm_node.learning.ftis import Loss, completion_weights, distances, ftis_loss, keep_mask, kl_estimates, partial_loss, row_statistics
+from swarm_node.learning.ftis import Tokens, completion_weights, distances, ftis_loss, keep_mask, kl_estimates
 from swarm_node.learning.options import LearningOptions
-from swarm_node.learning.statistics import RowStatistics, summarise
+from swarm_node.learning.statistics import LossMetrics, RowStatistics, summarise
 
 PROPERTY = settings(max_examples=15, deadline=None, derandomize=True)
 MODES = ["f-tis", "tis", "f-vis", "vis", "f-nois", "nois"]
@@ -21,31 +22,74 @@ ALGORITHMS = ["grpo", "dr-grpo", "dapo"]
 INFINITE = {"truncation": math.inf, "kl_threshold": math.inf}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step sees of a batch."""
+
+    loss: float
+    gradient: Tensor
+    """With respect to theta, (T,)."""
+    keep: list[bool]
+    metrics: LossMetrics
+
+
 @dataclass
 class Case:
-    """Ragged inputs of the loss; float64, so that comparisons can be strict."""
+    """A batch of whole groups; float64, so that comparisons can be strict."""
 
-    theta: Tensor
-    gen: Tensor
-    old: Tensor
-    lengths: Tensor
-    advantages: Tensor
+    tokens: Tokens
     sizes: Tensor
 
-    def run(self, truncated: Tensor | None = None, groups: int | None = None, **settings) -> tuple[Loss, Tensor]:
-        """The loss and its gradient with respect to theta."""
-        theta = self.theta.detach().clone().requires_grad_()
-        options = LearningOptions(**settings)
-        result = ftis_loss(
-            theta, self.gen, self.old, self.lengths, self.advantages, self.sizes, options, truncated=truncated, groups=groups
-        )
-        result.loss.backward()
+    def run(self, parts: Sequence[Tensor] | None = None, groups: int | None = None, **settings) -> Outcome:
+        """As the trainer does it: the weights of the whole batch first, then loss and gradient of one part after the other."""
+        theta = self.tokens.theta.detach().clone().requires_grad_()
+        tokens, options = replace(self.tokens, theta=theta), LearningOptions(**settings)
+        weights = self.weights(options, keep_mask(tokens, options), groups)
+        loss, statistics = 0.0, []
+        for rows in parts or [torch.arange(len(tokens.lengths))]:
+            part_loss, seen = ftis_loss(pick(tokens, rows), weights[rows], options)
+            part_loss.backward()
+            loss += part_loss.item()
+            statistics.append(seen)
         assert theta.grad is not None
-        return result, theta.grad
+        rows = RowStatistics.concatenate(statistics)
+        return Outcome(loss, theta.grad, rows.keep.tolist(), summarise(rows))
+
+    def weights(self, options: LearningOptions, keep: Tensor | None = None, groups: int | None = None) -> Tensor:
+        keep = torch.ones(len(self.tokens.lengths), dtype=torch.bool) if keep is None else keep
+        return completion_weights(self.tokens.lengths, self.sizes, groups or len(self.sizes), keep, options)
+
+    def change(self, **parts: Tensor) -> Case:
+        return replace(self, tokens=replace(self.tokens, **parts))
 
     def rows(self) -> list[slice]:
-        ends = self.lengths.cumsum(0).tolist()
-        return [slice(end - length, end) for end, length in zip(ends, self.lengths.tolist(), strict=True)]
+        """Where each completion's tokens lie."""
+        return slices(self.tokens.lengths)
+
+
+def batch(theta: Tensor, gen: Tensor, old: Tensor, lengths: Sequence[int], advantages: Sequence[float], sizes: Sequence[int]) -> Case:
+    """A case in which nothing was truncated."""
+    counts = torch.tensor(lengths)
+    return Case(
+        Tokens(theta, gen, old, counts, torch.tensor(advantages, dtype=theta.dtype), torch.zeros(len(counts), dtype=torch.bool)),
+        torch.tensor(sizes),
+    )
+
+
+def slices(lengths: Tensor) -> list[slice]:
+    ends = lengths.cumsum(0).tolist()
+    return [slice(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
+
+
+def pick(tokens: Tokens, rows: Tensor) -> Tokens:
+    """The completions `rows`, in that order, each with all its tokens."""
+    places = places_of(tokens.lengths, rows)
+    flat = {"theta", "gen", "old"}
+    return Tokens(**{field.name: getattr(tokens, field.name)[places if field.name in flat else rows] for field in fields(Tokens)})
+
+
+def places_of(lengths: Tensor, rows: Tensor) -> Tensor:
+    return torch.cat([torch.arange(int(lengths.sum()))[slices(lengths)[row]] for row in rows.tolist()])
 
 
 def random_case(seed: int, drift: float = 0.5, moved: float = 0.1) -> Case:
@@ -62,32 +106,33 @@ def random_case(seed: int, drift: float = 0.5, moved: float = 0.1) -> Case:
     lengths = integers(1, 7, int(sizes.sum()))
     tokens = int(lengths.sum())
     theta = -noise(tokens).abs() - 0.1
-    return Case(theta, theta + drift * noise(tokens), theta + moved * noise(tokens), lengths, noise(len(lengths)), sizes)
+    gen, old, advantages = theta + drift * noise(tokens), theta + moved * noise(tokens), noise(len(lengths))
+    return batch(theta, gen, old, lengths.tolist(), advantages.tolist(), sizes.tolist())
 
 
 # One prompt, two completions of two tokens, rewards 1 and 0, so A = +1/2 and -1/2.
 #   completion 1: policy .6 .4, generator .4 .1, ratios 1.5 and 4; completion 2: policy .2 .1, generator .4 .2, ratios .5 and .5
-EXAMPLE = Case(
+EXAMPLE = batch(
     theta=torch.tensor([0.6, 0.4, 0.2, 0.1], dtype=torch.float64).log(),
     gen=torch.tensor([0.4, 0.1, 0.4, 0.2], dtype=torch.float64).log(),
     old=torch.tensor([0.6, 0.4, 0.2, 0.1], dtype=torch.float64).log(),
-    lengths=torch.tensor([2, 2]),
-    advantages=torch.tensor([0.5, -0.5], dtype=torch.float64),
-    sizes=torch.tensor([2]),
+    lengths=[2, 2],
+    advantages=[0.5, -0.5],
+    sizes=[2],
 )
 
 
 def test_the_example_by_hand() -> None:
-    result, gradient = EXAMPLE.run()
+    result = EXAMPLE.run()
     # w = 1.5, min(4, 2) = 2, .5, .5 and R = 1 everywhere.
     # L = -1/2 [ 1/2 (1.5 * .5 + 2 * .5) + 1/2 (.5 * -.5 + .5 * -.5) ] = -1/2 [ .875 - .25 ] = -.3125
-    assert result.loss.item() == pytest.approx(-0.3125, rel=1e-12)
+    assert result.loss == pytest.approx(-0.3125, rel=1e-12)
     # dL/dtheta_t = -1/2 * 1/2 * w_t * A: -.25 * .75, -.25 * 1, +.25 * .25, +.25 * .25
-    assert gradient.tolist() == pytest.approx([-0.1875, -0.25, 0.0625, 0.0625], rel=1e-12)
+    assert result.gradient.tolist() == pytest.approx([-0.1875, -0.25, 0.0625, 0.0625], rel=1e-12)
 
 
 def test_the_examples_metrics_by_hand() -> None:
-    metrics = EXAMPLE.run()[0].metrics
+    metrics = EXAMPLE.run().metrics
     # k3 = 1/ratio - 1 + log ratio: .0721318, .6362944 | .3068528, .3068528. Sums .7084262 and .6137056; means half of them.
     assert metrics.approx_kl_sum == pytest.approx((0.7084262 + 0.6137056) / 2, abs=1e-6)
     assert metrics.approx_kl == pytest.approx((0.3542131 + 0.3068528) / 2, abs=1e-6)
@@ -115,10 +160,10 @@ def test_the_examples_metrics_by_hand() -> None:
     ],
 )
 def test_the_example_filtered(settings, kept, loss) -> None:
-    result, gradient = EXAMPLE.run(**settings)
-    assert result.keep.tolist() == kept
-    assert result.loss.item() == pytest.approx(loss, rel=1e-12)
-    assert [gradient[:2].any().item(), gradient[2:].any().item()] == kept
+    result = EXAMPLE.run(**settings)
+    assert result.keep == kept
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    assert [bool(result.gradient[:2].any()), bool(result.gradient[2:].any())] == kept
 
 
 @pytest.mark.parametrize(
@@ -132,8 +177,8 @@ def test_the_example_filtered(settings, kept, loss) -> None:
 )
 def test_algorithms_differ_in_how_tokens_are_averaged(algorithm, loss) -> None:
     theta = torch.full((4,), -1.0, dtype=torch.float64)
-    case = Case(theta, theta, theta, torch.tensor([1, 3]), torch.tensor([0.5, -0.5], dtype=torch.float64), torch.tensor([2]))
-    assert case.run(algorithm=algorithm, constant_length=10)[0].loss.item() == pytest.approx(loss, abs=1e-12)
+    case = batch(theta, theta, theta, [1, 3], [0.5, -0.5], [2])
+    assert case.run(algorithm=algorithm, constant_length=10).loss == pytest.approx(loss, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +194,20 @@ def test_algorithms_differ_in_how_tokens_are_averaged(algorithm, loss) -> None:
 def test_corrections_differ_in_what_multiplies_a_tokens_gradient(mode, expected) -> None:
     per_token = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
     for name in (mode, f"f-{mode}"):
-        gradient = EXAMPLE.run(off_policy=name)[1]
+        gradient = EXAMPLE.run(off_policy=name).gradient
         assert gradient.tolist() == pytest.approx((-per_token * torch.tensor(expected, dtype=torch.float64) / 4).tolist(), rel=1e-12)
 
 
 def test_vis_keeps_the_whole_ratio_within_the_clip() -> None:
-    case = replace(EXAMPLE, gen=EXAMPLE.theta - torch.tensor([1.1, 0.9, 1.1, 0.9], dtype=torch.float64).log())
-    result, gradient = case.run(off_policy="vis")
-    assert gradient.tolist() == pytest.approx([-1.1 / 8, -0.9 / 8, 1.1 / 8, 0.9 / 8], rel=1e-12)
-    assert result.loss.item() == pytest.approx(0.0, abs=1e-12)
+    case = EXAMPLE.change(gen=EXAMPLE.tokens.theta - torch.tensor([1.1, 0.9, 1.1, 0.9], dtype=torch.float64).log())
+    result = case.run(off_policy="vis")
+    assert result.gradient.tolist() == pytest.approx([-1.1 / 8, -0.9 / 8, 1.1 / 8, 0.9 / 8], rel=1e-12)
+    assert result.loss == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_only_f_modes_filter(mode) -> None:
-    kept = EXAMPLE.run(off_policy=mode, filter="both", kl_threshold=0.3)[0].keep.tolist()
+    kept = EXAMPLE.run(off_policy=mode, filter="both", kl_threshold=0.3).keep
     assert kept == ([True, False] if mode.startswith("f-") else [True, True])
 
 
@@ -178,9 +223,9 @@ def test_estimators_on_a_known_log_ratio() -> None:
 def test_distances_reduce_the_estimates_of_each_completion(estimator, reduction) -> None:
     case = random_case(3)
     options = LearningOptions(kl_estimator=estimator, kl_reduction=reduction)
-    estimates = kl_estimates(case.theta, case.gen, estimator)
+    estimates = kl_estimates(case.tokens.theta, case.tokens.gen, estimator)
     expected = [getattr(estimates[row], reduction)().item() for row in case.rows()]
-    assert distances(case.theta, case.gen, case.lengths, options).tolist() == pytest.approx(expected, rel=1e-12)
+    assert distances(case.tokens, options).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_k1_estimates_kl_and_k3_estimates_chi_square_minus_kl_on_samples_of_the_generator() -> None:
@@ -195,14 +240,14 @@ def test_k1_estimates_kl_and_k3_estimates_chi_square_minus_kl_on_samples_of_the_
 @given(st.integers(0, 10_000))
 def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed) -> None:
     case = random_case(seed, moved=0.0)
-    result, gradient = case.run(**INFINITE)
-    groups, expected = len(case.sizes), torch.zeros_like(case.theta)
+    tokens, result = case.tokens, case.run(**INFINITE)
+    groups, expected = len(case.sizes), torch.zeros_like(tokens.theta)
     members = case.sizes.repeat_interleave(case.sizes)
     for i, row in enumerate(case.rows()):
-        ratio = (case.theta[row] - case.gen[row]).exp()
-        expected[row] = -ratio * case.advantages[i] / (groups * members[i] * case.lengths[i])
-    assert result.keep.all()
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+        ratio = (tokens.theta[row] - tokens.gen[row]).exp()
+        expected[row] = -ratio * tokens.advantages[i] / (groups * members[i] * tokens.lengths[i])
+    assert all(result.keep)
+    torch.testing.assert_close(result.gradient, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -210,14 +255,12 @@ def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed) 
 @given(seed=st.integers(0, 10_000))
 def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm, seed) -> None:
     case = random_case(seed, drift=0.0, moved=0.0)
-    _, corrected = case.run(algorithm=algorithm)
-    _, plain = case.run(algorithm=algorithm, off_policy="nois")
+    corrected = case.run(algorithm=algorithm).gradient
+    plain = case.run(algorithm=algorithm, off_policy="nois").gradient
     assert torch.equal(corrected, plain)
     # And plain GRPO is what its definition says.
-    weights = completion_weights(
-        case.lengths, case.sizes, LearningOptions(algorithm=algorithm), torch.ones(len(case.lengths), dtype=torch.bool)
-    )
-    assert torch.equal(plain, -(weights * case.advantages).repeat_interleave(case.lengths))
+    weights = case.weights(LearningOptions(algorithm=algorithm))
+    assert torch.equal(plain, -(weights * case.tokens.advantages).repeat_interleave(case.tokens.lengths))
 
 
 @PROPERTY
@@ -225,10 +268,10 @@ def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm, seed) -> Non
 def test_the_importance_weight_has_no_gradient(seed) -> None:
     case = random_case(seed, moved=0.0)
     # If d w / d theta were not 0, the gradient would also depend on R's value through w' R; with w constant it is w * A * weight exactly.
-    _, gradient = case.run(off_policy="tis")
-    weight = (case.theta - case.gen).exp().clamp(max=2.0)
-    share = completion_weights(case.lengths, case.sizes, LearningOptions(), torch.ones(len(case.lengths), dtype=torch.bool))
-    torch.testing.assert_close(gradient, -weight * (share * case.advantages).repeat_interleave(case.lengths), rtol=1e-12, atol=1e-15)
+    tokens = case.tokens
+    weight = (tokens.theta - tokens.gen).exp().clamp(max=2.0)
+    expected = -weight * (case.weights(LearningOptions()) * tokens.advantages).repeat_interleave(tokens.lengths)
+    torch.testing.assert_close(case.run(off_policy="tis").gradient, expected, rtol=1e-12, atol=1e-15)
 
 
 @PROPERTY
@@ -236,28 +279,23 @@ def test_the_importance_weight_has_no_gradient(seed) -> None:
 def test_gradient_agrees_with_finite_differences_of_the_ratio(seed) -> None:
     """With w frozen at theta, L(theta + h) - L(theta - h) over 2h is the gradient, clip included (away from its kinks)."""
     case = random_case(seed, moved=0.6)
-    options = LearningOptions(off_policy="nois")
-    step = 1e-6
-    ratio = (case.theta - case.old).exp()
-    if ((ratio - 0.8).abs() < 1e-4).any() or ((ratio - 1.2).abs() < 1e-4).any():
-        return
-    _, gradient = case.run(off_policy="nois")
-
-    def loss(theta: Tensor) -> float:
-        return ftis_loss(theta, case.gen, case.old, case.lengths, case.advantages, case.sizes, options).loss.item()
-
-    for token in range(0, len(case.theta), 5):
-        nudge = torch.zeros_like(case.theta)
+    theta, step = case.tokens.theta, 1e-6
+    ratio = (theta - case.tokens.old).exp()
+    assume(not ((ratio - 0.8).abs() < 1e-4).any() and not ((ratio - 1.2).abs() < 1e-4).any())
+    gradient = case.run(off_policy="nois").gradient
+    for token in range(0, len(theta), 5):
+        nudge = torch.zeros_like(theta)
         nudge[token] = step
-        assert (loss(case.theta + nudge) - loss(case.theta - nudge)) / (2 * step) == pytest.approx(gradient[token].item(), abs=1e-7)
+        above, below = (case.change(theta=theta + side * nudge).run(off_policy="nois").loss for side in (1, -1))
+        assert (above - below) / (2 * step) == pytest.approx(gradient[token].item(), abs=1e-7)
 
 
 @PROPERTY
 @given(st.integers(0, 10_000))
 def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed) -> None:
     case = random_case(seed, moved=0.6)
-    result, gradient = case.run(off_policy="tis")
-    assert result.metrics.clip_fraction * len(case.theta) == pytest.approx((gradient == 0).sum().item())
+    result = case.run(off_policy="tis")
+    assert result.metrics.clip_fraction * len(case.tokens.theta) == pytest.approx((result.gradient == 0).sum().item())
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
@@ -265,14 +303,15 @@ def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(normalizer, algorithm, poison) -> None:
     case = random_case(11)
-    broken = case.rows()[1]
-    poisoned = replace(case, theta=case.theta.clone(), old=case.old.clone())
-    poisoned.theta[broken] = poisoned.old[broken] = poison
-    _, clean = case.run(truncated=torch.arange(len(case.lengths)) == 1, mask_truncated=True, normalizer=normalizer, algorithm=algorithm)
-    result, gradient = poisoned.run(normalizer=normalizer, algorithm=algorithm)
-    assert not gradient[broken].any()
-    assert torch.equal(gradient, clean)  # the others are as if the broken completion had been masked
-    assert result.loss.isfinite()
+    broken, tokens = case.rows()[1], case.tokens
+    theta, old = tokens.theta.clone(), tokens.old.clone()
+    theta[broken] = old[broken] = poison
+    masked = case.change(truncated=torch.arange(len(tokens.lengths)) == 1)
+    clean = masked.run(mask_truncated=True, normalizer=normalizer, algorithm=algorithm)
+    result = case.change(theta=theta, old=old).run(normalizer=normalizer, algorithm=algorithm)
+    assert not result.gradient[broken].any()
+    assert torch.equal(result.gradient, clean.gradient)  # the others are as if the broken completion had been masked
+    assert math.isfinite(result.loss)
     assert (result.metrics.nonfinite, result.metrics.filtered) == (1, 1)
     assert math.isfinite(result.metrics.approx_kl)
     assert math.isfinite(result.metrics.ratio_mean)
@@ -283,52 +322,52 @@ def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(normalize
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 def test_all_filtered_gives_loss_zero_and_no_nan(off_policy, algorithm, normalizer) -> None:
     case = random_case(5)
-    truncated = torch.ones(len(case.lengths), dtype=torch.bool)
-    result, gradient = case.run(truncated, off_policy=off_policy, algorithm=algorithm, normalizer=normalizer, mask_truncated=True)
-    assert result.loss.item() == 0.0
-    assert not gradient.any()
+    case = case.change(truncated=torch.ones(len(case.tokens.lengths), dtype=torch.bool))
+    result = case.run(off_policy=off_policy, algorithm=algorithm, normalizer=normalizer, mask_truncated=True)
+    assert result.loss == 0.0
+    assert not result.gradient.any()
     assert result.metrics.kept_share == 0.0
 
 
 def test_truncated_completions_are_masked_only_when_asked() -> None:
-    truncated = torch.tensor([True, False])
-    assert EXAMPLE.run(truncated)[0].keep.tolist() == [True, True]
-    assert EXAMPLE.run(truncated, mask_truncated=True)[0].keep.tolist() == [False, True]
+    case = EXAMPLE.change(truncated=torch.tensor([True, False]))
+    assert case.run().keep == [True, True]
+    assert case.run(mask_truncated=True).keep == [False, True]
 
 
 @PROPERTY
 @given(st.integers(0, 10_000), st.sampled_from(["both", "either", "none"]))
 def test_the_filter_decides_per_completion_by_its_definition(seed, kind) -> None:
     case = random_case(seed)
-    options = LearningOptions(filter=kind, kl_threshold=0.2)
-    keep = keep_mask(case.theta, case.gen, case.lengths, case.advantages, options)
+    tokens, keep = case.tokens, case.run(filter=kind, kl_threshold=0.2).keep
     for i, row in enumerate(case.rows()):
-        x = case.gen[row] - case.theta[row]
-        far, no_gain = (x.exp() - x - 1).mean().item() > 0.2, case.advantages[i].item() <= 0
-        assert keep[i].item() == {"both": not (far and no_gain), "either": not (far or no_gain), "none": True}[kind]
+        x = tokens.gen[row] - tokens.theta[row]
+        far, no_gain = (x.exp() - x - 1).mean().item() > 0.2, tokens.advantages[i].item() <= 0
+        assert keep[i] == {"both": not (far and no_gain), "either": not (far or no_gain), "none": True}[kind]
 
 
 def test_no_advantage_at_all_counts_as_no_gain() -> None:
-    case = replace(EXAMPLE, advantages=torch.tensor([0.5, 0.0], dtype=torch.float64))
+    case = EXAMPLE.change(advantages=torch.tensor([0.5, 0.0], dtype=torch.float64))
     for kind in ("both", "either"):
-        assert case.run(filter=kind, kl_threshold=0.31)[0].keep.tolist() == ([True, True] if kind == "both" else [False, False])
-        assert case.run(filter=kind, kl_threshold=0.3)[0].keep.tolist() == ([True, False] if kind == "both" else [False, False])
+        assert case.run(filter=kind, kl_threshold=0.31).keep == ([True, True] if kind == "both" else [False, False])
+        assert case.run(filter=kind, kl_threshold=0.3).keep == ([True, False] if kind == "both" else [False, False])
 
 
 def padded_gradient(case: Case, options: LearningOptions, side: str) -> Tensor:
     """An independent version on a padded rectangle with a mask, mean over tokens, group and groups, filter `both`."""
-    width = int(case.lengths.max()) + 2
+    tokens = case.tokens
+    width = int(tokens.lengths.max()) + 2
     rows = case.rows()
-    places = [torch.arange(width - n, width) if side == "left" else torch.arange(n) for n in case.lengths.tolist()]
+    places = [torch.arange(width - n, width) if side == "left" else torch.arange(n) for n in tokens.lengths.tolist()]
     theta = torch.full((len(rows), width), -7.0, dtype=torch.float64)
     gen, old, mask = theta.clone() + 1, theta.clone() - 1, torch.zeros_like(theta)
     for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-        theta[i, place], gen[i, place], old[i, place], mask[i, place] = case.theta[row], case.gen[row], case.old[row], 1.0
+        theta[i, place], gen[i, place], old[i, place], mask[i, place] = tokens.theta[row], tokens.gen[row], tokens.old[row], 1.0
     theta.requires_grad_()
     x = gen - theta.detach()
     distance = ((x.exp() - x - 1) * mask).sum(1) / mask.sum(1)
-    advantage = case.advantages[:, None]
-    keep = ~((case.advantages <= 0) & (distance > options.kl_threshold))
+    advantage = tokens.advantages[:, None]
+    keep = ~((tokens.advantages <= 0) & (distance > options.kl_threshold))
     ratio = (theta - old).exp()
     weight = (theta.detach() - gen).exp().clamp(max=options.truncation)
     token = weight * torch.minimum(ratio * advantage, ratio.clamp(1 - options.clip_low, 1 + options.ratio_cap) * advantage) * mask
@@ -344,8 +383,9 @@ def padded_gradient(case: Case, options: LearningOptions, side: str) -> Tensor:
 @given(seed=st.integers(0, 10_000))
 def test_padding_makes_no_difference(side, seed) -> None:
     case = random_case(seed, moved=0.3)
-    _, gradient = case.run(kl_threshold=0.1)
-    torch.testing.assert_close(gradient, padded_gradient(case, LearningOptions(kl_threshold=0.1), side), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        case.run(kl_threshold=0.1).gradient, padded_gradient(case, LearningOptions(kl_threshold=0.1), side), rtol=1e-10, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
@@ -355,25 +395,14 @@ def test_padding_makes_no_difference(side, seed) -> None:
 def test_micro_batches_add_up_to_the_batch(normalizer, algorithm, seed, cut) -> None:
     case = random_case(seed, moved=0.3)
     settings_ = {"algorithm": algorithm, "normalizer": normalizer, "kl_threshold": 0.1}
-    options = LearningOptions(**settings_)
-    whole, expected = case.run(**settings_)
-    weights = completion_weights(case.lengths, case.sizes, options, whole.keep)
-    theta = case.theta.clone().requires_grad_()
-    total, statistics = 0.0, []
-    for rows in torch.arange(len(case.lengths)).flip(0).split(cut):  # other order, other sizes, groups torn apart
-        tokens = torch.cat([torch.arange(len(case.theta))[case.rows()[row]] for row in rows.tolist()])
-        part = (theta[tokens], case.gen[tokens], case.old[tokens], case.lengths[rows], case.advantages[rows])
-        loss = partial_loss(*part, weights[rows], whole.keep[rows], options)
-        loss.backward()
-        total += loss.item()
-        statistics.append(row_statistics(part[0].detach(), *part[1:], whole.keep[rows], options))
-    assert total == pytest.approx(whole.loss.item(), abs=1e-12)
-    assert theta.grad is not None
-    torch.testing.assert_close(theta.grad, expected, rtol=1e-12, atol=1e-15)
-    metrics = summarise(RowStatistics.concatenate(statistics))
-    assert metrics.kept == whole.metrics.kept
-    assert metrics.approx_kl == pytest.approx(whole.metrics.approx_kl)
-    assert metrics.ratio_max == whole.metrics.ratio_max
+    whole = case.run(**settings_)
+    other_order = torch.arange(len(case.tokens.lengths)).flip(0)
+    parts = case.run(other_order.split(cut), **settings_)  # other sizes, groups torn apart
+    assert parts.loss == pytest.approx(whole.loss, abs=1e-12)
+    torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-12, atol=1e-15)
+    assert parts.keep == whole.keep[::-1]
+    assert parts.metrics.approx_kl == pytest.approx(whole.metrics.approx_kl)
+    assert parts.metrics.ratio_max == whole.metrics.ratio_max
 
 
 @PROPERTY
@@ -381,9 +410,9 @@ def test_micro_batches_add_up_to_the_batch(normalizer, algorithm, seed, cut) -> 
 def test_the_order_of_completions_within_a_group_makes_no_difference(seed) -> None:
     case = random_case(seed)
     order = torch.cat([torch.arange(int(s)).flip(0) + int(case.sizes[:i].sum()) for i, s in enumerate(case.sizes)])
-    tokens = torch.cat([torch.arange(len(case.theta))[case.rows()[row]] for row in order.tolist()])
-    shuffled = Case(case.theta[tokens], case.gen[tokens], case.old[tokens], case.lengths[order], case.advantages[order], case.sizes)
-    torch.testing.assert_close(shuffled.run()[1], case.run()[1][tokens], rtol=1e-12, atol=1e-15)
+    shuffled = Case(pick(case.tokens, order), case.sizes)
+    places = places_of(case.tokens.lengths, order)
+    torch.testing.assert_close(shuffled.run().gradient, case.run().gradient[places], rtol=1e-12, atol=1e-15)
 
 
 def test_a_larger_group_weighs_no_more_than_a_smaller_one_except_under_dapo() -> None:
@@ -391,51 +420,48 @@ def test_a_larger_group_weighs_no_more_than_a_smaller_one_except_under_dapo() ->
     everything = torch.ones(10, dtype=torch.bool)
     for algorithm, expected in (("grpo", [0.5, 0.5]), ("dr-grpo", [0.5, 0.5]), ("dapo", [0.2, 0.8])):
         options = LearningOptions(algorithm=algorithm, constant_length=4)
-        shares = (completion_weights(lengths, sizes, options, everything) * lengths).split([2, 8])
+        shares = (completion_weights(lengths, sizes, 2, everything, options) * lengths).split([2, 8])
         assert [share.sum().item() for share in shares] == pytest.approx(expected)
 
 
 def test_normalizer_kept_averages_over_kept_completions_and_groups_that_have_one() -> None:
     keep = torch.tensor([True, False, False, False, True, True, True])
-    weights = completion_weights(torch.ones(7, dtype=torch.long), torch.tensor([2, 2, 3]), LearningOptions(normalizer="kept"), keep)
+    weights = completion_weights(torch.ones(7, dtype=torch.long), torch.tensor([2, 2, 3]), 3, keep, LearningOptions(normalizer="kept"))
     # Two of three groups count; in them 1 and 3 completions.
-    assert weights[keep].tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
+    assert weights.tolist() == pytest.approx([1 / 2, 0, 0, 0, 1 / 6, 1 / 6, 1 / 6])
 
 
-def test_weights_are_finite_when_nothing_is_kept() -> None:
+def test_weights_are_zero_and_not_nan_when_nothing_is_kept() -> None:
     for algorithm in ALGORITHMS:
         options = LearningOptions(algorithm=algorithm, normalizer="kept")
-        assert completion_weights(torch.tensor([1, 2]), torch.tensor([2]), options, torch.zeros(2, dtype=torch.bool)).isfinite().all()
+        none = torch.zeros(2, dtype=torch.bool)
+        assert completion_weights(torch.tensor([1, 2]), torch.tensor([2]), 1, none, options).tolist() == [0, 0]
 
 
 @PROPERTY
 @given(st.integers(0, 10_000))
 def test_leaving_out_groups_without_advantage_is_the_same_as_computing_them(seed) -> None:
     case = random_case(seed)
-    tokens = int(case.lengths.sum())
-    flat = Case(
-        torch.cat([case.theta, case.theta[:3]]),
-        torch.cat([case.gen, case.gen[:3]]),
-        torch.cat([case.old, case.old[:3]]),
-        torch.cat([case.lengths, torch.tensor([1, 2])]) if tokens >= 3 else case.lengths,
-        torch.cat([case.advantages, torch.zeros(2, dtype=torch.float64)]),
-        torch.cat([case.sizes, torch.tensor([2])]),
+    tokens, count = case.tokens, len(case.tokens.theta)
+    flat = batch(
+        *(torch.cat([part, part[:2]]) for part in (tokens.theta, tokens.gen, tokens.old)),
+        [*tokens.lengths.tolist(), 1, 1],
+        [*tokens.advantages.tolist(), 0.0, 0.0],
+        [*case.sizes.tolist(), 2],
     )
-    if tokens < 3:
-        return
-    _, computed = flat.run(filter="none")
-    _, skipped = case.run(filter="none", groups=len(case.sizes) + 1)
-    assert not computed[tokens:].any()
-    torch.testing.assert_close(computed[:tokens], skipped, rtol=1e-12, atol=1e-15)
+    computed = flat.run(filter="none").gradient
+    skipped = case.run(filter="none", groups=len(case.sizes) + 1).gradient
+    assert not computed[count:].any()
+    torch.testing.assert_close(computed[:count], skipped, rtol=1e-12, atol=1e-15)
 
 
 def test_extreme_log_ratios_stay_finite_in_float32() -> None:
     theta, gen = torch.tensor([-200.0, -0.1, -300.0, 0.0]), torch.tensor([-0.1, -200.0, 0.0, -300.0])
-    case = Case(theta, gen, theta, torch.tensor([2, 2]), torch.tensor([0.5, -0.5]), torch.tensor([2]))
+    case = batch(theta, gen, theta, [2, 2], [0.5, -0.5], [2])
     for mode in MODES:
-        result, gradient = case.run(off_policy=mode, filter="none", **INFINITE)
-        assert result.loss.isfinite()
-        assert gradient.isfinite().all()
+        result = case.run(off_policy=mode, filter="none", **INFINITE)
+        assert math.isfinite(result.loss)
+        assert result.gradient.isfinite().all()
         assert math.isfinite(result.metrics.approx_kl_sum)
 
 
@@ -452,6 +478,5 @@ def test_k3_is_never_negative_however_far_the_policy_is(dtype) -> None:
 def test_a_completion_far_beyond_float32_is_filtered_and_an_infinite_one_dropped_under_every_estimator(estimator) -> None:
     theta = torch.tensor([-1e9, -1e9, -math.inf, -1.0, -1.0, math.nan, -1.0])
     gen = torch.tensor([-1.0, -1.0, -1.0, -math.inf, -1.0, -1.0, -1.0])
-    lengths, advantages = torch.ones(7, dtype=torch.long), torch.tensor([-0.5, 0.5, 0.5, 0.5, 0.5, 0.5, -0.5])
-    keep = keep_mask(theta, gen, lengths, advantages, LearningOptions(kl_estimator=estimator))
-    assert keep.tolist() == [False, True, False, False, True, False, True]
+    case = batch(theta, gen, theta, [1] * 7, [-0.5, 0.5, 0.5, 0.5, 0.5, 0.5, -0.5], [7])
+    assert case.run(kl_estimator=estimator).keep == [False, True, False, False, True, False, True]

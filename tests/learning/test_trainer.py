@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm_node.learning import trainer as trainer_module
-from swarm_node.learning.ftis import ftis_loss
+from swarm_node.learning.ftis import Tokens, completion_weights, ftis_loss, keep_mask
 from swarm_node.learning.options import LearningOptions
 from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.trainer import OutOfMemory, Trainer
@@ -79,8 +79,10 @@ def naive_gradient(policy: TinyPolicy, groups: Sequence[ScoredGroup], options: L
     advantages = torch.cat([reward - reward.mean() for reward in rewards])
     sizes = torch.tensor([len(group.rewards) for group in groups])
     lengths = torch.tensor([len(completion) for completion in completions])
+    tokens = Tokens(theta, gen, theta.detach(), lengths, advantages, torch.zeros(len(lengths), dtype=torch.bool))
+    weights = completion_weights(lengths, sizes, counted, keep_mask(tokens, options), options)
     policy.model.zero_grad()
-    ftis_loss(theta, gen, theta.detach(), lengths, advantages, sizes, options, groups=counted).loss.backward()
+    ftis_loss(tokens, weights, options)[0].backward()
     return {name: parameter.grad.clone() for name, parameter in policy.trainable().items() if parameter.grad is not None}
 
 

@@ -82,8 +82,9 @@ def test_the_report_names_what_others_dial(pair: Pair) -> None:
     assert "/tcp/0/" not in address
 
 
-def test_the_main_process_imports_neither_libp2p_nor_hivemind() -> None:
-    program = "import sys, swarm_node.network.live; print([m for m in ('libp2p', 'hivemind', 'torch', 'trio') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["live", "simulated.network"])
+def test_the_main_process_imports_neither_libp2p_nor_hivemind(module: str) -> None:
+    program = f"import sys, swarm_node.network.{module}; print([m for m in ('libp2p', 'hivemind', 'torch', 'trio') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

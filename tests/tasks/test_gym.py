@@ -45,6 +45,8 @@ def test_what_stands_between_the_last_tags_is_the_answer(sums: Gym) -> None:
     assert (wrong.value, wrong.correct) == (pytest.approx(0.1), False)
     assert sums.reward(problem, f"<answer>{right}</answer> no, <answer>-1000</answer>").parts["answer"] == 0.0
     assert sums.reward(problem, f"{right} <answer></answer>").parts == {"answer": 0.0, "format": 1.0}
+    for later in ("<answer></answer>", "</answer>", "or -1000</answer>", "<answer>-1000", "so <answer>...</answer>"):
+        assert sums.reward(problem, f"<answer>{right}</answer> {later}").value == 1.0
 
 
 def test_without_tags_the_last_number_is_worth_the_answers_share(sums: Gym) -> None:

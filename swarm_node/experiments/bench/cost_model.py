@@ -36,8 +36,8 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the machine does, measured and not looked up."""
+class Speed:
+    """Of a machine, measured and not looked up."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -55,28 +55,28 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Work of one decode step of a batch."""
+class Work:
+    """What one decode step of a batch computes and reads."""
 
     flops: float
     bytes: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __mul__(self, times: float) -> Cost:
-        return Cost(self.flops * times, self.bytes * times)
+    def __mul__(self, times: float) -> Work:
+        return Work(self.flops * times, self.bytes * times)
 
     def eflops(self, intensity: float) -> float:
         """FLOPs + I · bytes."""
         return self.flops + intensity * self.bytes
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, speed: Speed) -> float:
         """eFLOPs / (FLOP/s), and the step's overhead."""
-        return self.eflops(machine.intensity) / machine.flops_per_second + machine.step_seconds
+        return self.eflops(speed.intensity) / speed.flops_per_second + speed.step_seconds
 
 
-def shape_of(config: PretrainedConfig, parameters: int, *, weight_bytes: int = 2, cache_bytes: int = 2, page_size: int = 16) -> ModelShape:
+def shape_of(config: PretrainedConfig, parameters: int, *, weight_bytes: int = 2, cache_bytes: int = 2) -> ModelShape:
     """The shape of a model from its transformers configuration; `parameters` is the count of all its parameters.
 
     An input embedding of its own is subtracted, because a token reads one row of it. Adapters and biases are neglected.
@@ -92,36 +92,30 @@ def shape_of(config: PretrainedConfig, parameters: int, *, weight_bytes: int = 2
         parameters=parameters - embedding,
         weight_bytes=weight_bytes,
         cache_bytes=cache_bytes,
-        page_size=page_size,
     )
 
 
-def step_cost(shape: ModelShape, batch: int, context: float, budget: int | None = None) -> Cost:
+def step_work(shape: ModelShape, batch: int, context: float, budget: int | None = None) -> Work:
     """Work of one decode step: one new token for each of `batch` sequences of `context` tokens, none of whose pages are shared.
 
     budget: pages that the sparse layers read besides the reserved three; None: dense attention. A context of no more pages is dense.
     """
     pages = context / shape.page_size
-    weights = Cost(2.0 * shape.parameters * batch, float(shape.parameters * shape.weight_bytes))
+    weights = Work(2.0 * shape.parameters * batch, float(shape.parameters * shape.weight_bytes))
     if budget is None or pages <= budget + RESERVED:
         return weights + _attention(shape, context) * (shape.layers * batch)
     dense = min(shape.dense_layers, shape.layers)
-    scoring = Cost(2.0 * shape.kv_heads * shape.head_size * pages, pages * shape.kv_heads * shape.head_size * shape.cache_bytes)
+    scoring = Work(2.0 * shape.kv_heads * shape.head_size * pages, pages * shape.kv_heads * shape.head_size * shape.cache_bytes)
     sparse = _attention(shape, float((budget + RESERVED) * shape.page_size)) + scoring
     return weights + (_attention(shape, context) * dense + sparse * (shape.layers - dense)) * batch
 
 
-def decode_seconds(shape: ModelShape, machine: Machine, batch: int, context: float, budget: int | None = None) -> float:
+def decode_seconds(shape: ModelShape, speed: Speed, batch: int, context: float, budget: int | None = None) -> float:
     """Seconds of that step on a machine."""
-    return step_cost(shape, batch, context, budget).seconds(machine)
+    return step_work(shape, batch, context, budget).seconds(speed)
 
 
-def predicted_ratio(shape: ModelShape, machine: Machine, batch: int, context: float, budget: int) -> float:
-    """How many times faster a sparse step is than a dense one of the same batch."""
-    return decode_seconds(shape, machine, batch, context) / decode_seconds(shape, machine, batch, context, budget)
-
-
-def _attention(shape: ModelShape, tokens: float) -> Cost:
+def _attention(shape: ModelShape, tokens: float) -> Work:
     """One layer and sequence attending to so many tokens: 4 · n_H · d · c FLOPs (scores and values), 2 · c · n_KV · d numbers read."""
     flops = 4.0 * shape.heads * shape.head_size * tokens
-    return Cost(flops, 2.0 * tokens * shape.kv_heads * shape.head_size * shape.cache_bytes)
+    return Work(flops, 2.0 * tokens * shape.kv_heads * shape.head_size * shape.cache_bytes)

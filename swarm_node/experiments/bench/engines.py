@@ -127,10 +127,6 @@ class TransformersEngine:
         self._cache.crop(kept - self._cache.get_seq_length())
         return seconds
 
-    def forget(self) -> None:
-        """Give up what was kept."""
-        self._cache = None
-
     @torch.inference_mode()
     def _generate(self, prompts: Prompts, tokens: int, cache: DynamicCache | None = None) -> float:
         ids = self._ids(prompts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_node.experiments.bench.cost_model import Machine, ModelShape, decode_seconds, step_cost
+from swarm_node.experiments.bench.cost_model import ModelShape, Speed, decode_seconds, step_work
 
 RATIOS: Mapping[str, tuple[str, str, str]] = {
     "dense_vs_transformers_b8": ("b8", "dense", "transformers"),
@@ -83,12 +83,12 @@ class Predictor:
     def floor_seconds(self, decode: Decode) -> float:
         """Of a step: every byte that it has to move, at the speed of memory reads."""
         budget = None if decode.budget is None else round(decode.budget)
-        return step_cost(self.shape, decode.batch, decode.context, budget).bytes / self.read_bytes_per_second
+        return step_work(self.shape, decode.batch, decode.context, budget).bytes / self.read_bytes_per_second
 
     def step_seconds(self, decode: Decode) -> float:
         """Predicted seconds of a step of our engine."""
-        machine = Machine(self.flops, self.read_bytes_per_second, self.overheads.get(decode.batch, 0.0))
-        return decode_seconds(self.shape, machine, decode.batch, decode.context, None if decode.budget is None else round(decode.budget))
+        speed = Speed(self.flops, self.read_bytes_per_second, self.overheads.get(decode.batch, 0.0))
+        return decode_seconds(self.shape, speed, decode.batch, decode.context, None if decode.budget is None else round(decode.budget))
 
 
 def make_predictor(shape: ModelShape, flops: float, read_bytes_per_second: float, decodes: Sequence[Decode]) -> Predictor:

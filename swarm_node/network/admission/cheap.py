@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from lru import LRU
 from swarm_protocols.codec import Header
 from swarm_protocols.group import ProblemRef
 from swarm_protocols.reject import Reason, Rejected
 
 from swarm_node.network.admission.options import AdmissionOptions
 from swarm_node.network.admission.quota import Quota
-from swarm_node.network.admission.recent import Recent, SeenDigests
+from swarm_node.network.admission.recent import SeenDigests
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class History:
 
     def __init__(self, options: AdmissionOptions) -> None:
         self._window = options.reorder_window
-        self._senders: Recent[str, dict[int, int]] = Recent(options.senders)
+        self._senders: LRU[str, dict[int, int]] = LRU(options.senders)
 
     def of(self, sender: str) -> dict[int, int]:
         return self._senders.get(sender) or {}
@@ -81,7 +82,7 @@ class History:
         return len(self.of(sender)) >= self._window
 
     def add(self, arrival: Arrival) -> None:
-        steps = self._senders.touch(arrival.sender, dict)
+        steps = self._senders.setdefault(arrival.sender, {})
         steps[arrival.header.sequence] = arrival.header.policy.step
         if len(steps) > self._window:
             del steps[min(steps)]

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Collection
 
 import numpy as np
+from lru import LRU
 from numpy.typing import NDArray
 from swarm_protocols.group import Completion, Finish, Group, ProblemRef, hash_prompt
 from swarm_protocols.reject import Reason, Rejected
-
-from swarm_node.network.admission.recent import Recent
 
 POSITIVE_SLACK = 1e-3
 """Nats by which rounding may lift a log-prob above 0."""
@@ -123,7 +122,7 @@ class CopyCheck:
     MIN_TOKENS = 16
 
     def __init__(self, capacity: int) -> None:
-        self._owners: Recent[bytes, str] = Recent(capacity)
+        self._owners: LRU[bytes, str] = LRU(capacity)
 
     def check(self, sender: str, group: Group) -> None:
         keys = self._keys(group)
@@ -136,8 +135,7 @@ class CopyCheck:
 
     def admitted(self, sender: str, group: Group) -> None:
         for key in self._keys(group):
-            if key not in self._owners:
-                self._owners.put(key, sender)
+            self._owners.setdefault(key, sender)
 
     def _keys(self, group: Group) -> set[bytes]:
         return {

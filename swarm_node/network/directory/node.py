@@ -21,10 +21,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from swarm_node.network.addresses import Address, AddressError, free_addresses, parse_address, parse_with_peer
-from swarm_node.network.directory.config import DirectoryConfig
+from swarm_node.network.children.config import ChildConfig
 from swarm_node.network.directory.records import EXPIRY_S, REFRESH_S, SHARDS, Entry, OwnerValidator, shard_key, shard_of, unpack_entry
 
-KEY_FILE = "directory.key"
+DAEMON_KEY_FILE = "directory.key"
 """The identity once more, in the form that the daemon reads."""
 EAGER_S = 2.0
 """Pause between two looks while nobody has been found."""
@@ -47,7 +47,7 @@ class Validator(OwnerValidator, RecordValidatorBase):
 class Directory:
     """One directory node and what the parent knows of it."""
 
-    def __init__(self, config: DirectoryConfig, send: Callable[..., None]) -> None:
+    def __init__(self, config: ChildConfig, send: Callable[..., None]) -> None:
         """`send` takes a kind and fields: a frame to the parent."""
         self._config = config
         self._send = send
@@ -177,7 +177,7 @@ class Directory:
         self._send("report", {"addresses": self._addresses, "notices": self._notices, "trouble": trouble, "found": len(self._found)})
 
     def _write_key(self) -> str:
-        path = self._config.home / KEY_FILE
+        path = self._config.home / DAEMON_KEY_FILE
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(self._config.identity.to_daemon_key())

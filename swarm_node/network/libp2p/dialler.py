@@ -118,11 +118,6 @@ class Dialler:
         for target in self._targets.values():
             target.due = min(target.due, now + self._rng.uniform(0, 5.0))
 
-    @property
-    def targets(self) -> list[Target]:
-        """Everything known."""
-        return list(self._targets.values())
-
     def waiting_for(self, now: float) -> str:
         """In words what is being dialled, for a node that has no peer."""
         targets = [t for t in self._targets.values() if t.peer != self._own]

@@ -82,11 +82,6 @@ class PagedCache:
         """Pages that no sequence holds."""
         return len(self._free)
 
-    @property
-    def used_pages(self) -> int:
-        """Pages that at least one sequence holds."""
-        return self.layout.pages - len(self._free)
-
     def pages_of(self, length: int) -> int:
         """Pages that `length` tokens take."""
         return -(-length // self.layout.page_size)

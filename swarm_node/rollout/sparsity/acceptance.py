@@ -9,7 +9,7 @@ statistic that is held is its 5th percentile, per bin of positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,6 @@ from swarm_node.policy.growing_cache import GrowingLayer, growing_cache
 from swarm_node.policy.parts import body, cache_argument, evaluating, head, unwrap
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Top
-from swarm_node.rollout.sparsity.schedule import BIN_TOKENS
 
 ROWS = 64
 """Positions whose probabilities exist at once: 64 of 150,000 ids are 40 MB a side."""
@@ -155,12 +154,6 @@ def fifth_percentile(values: NDArray[np.floating]) -> float:
 def summarise(values: NDArray[np.floating]) -> Acceptance:
     """Mean, 5th percentile and count of acceptances (n,)."""
     return Acceptance(float(values.mean()) if len(values) else math.nan, fifth_percentile(values), len(values))
-
-
-def summarise_by_bin(positions: NDArray[np.int64], acceptances: NDArray[np.floating]) -> Mapping[int, Acceptance]:
-    """Acceptance of every bin of 2,000 positions that has tokens, in order. Both arrays (n,)."""
-    bins = positions // BIN_TOKENS
-    return {int(bin): summarise(acceptances[bins == bin]) for bin in np.unique(bins)}
 
 
 def is_sparse(positions: NDArray[np.int64], budgets: NDArray[np.integer] | int, page_size: int) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from swarm_node.rollout.sparsity.acceptance import RESERVED, TAIL, Acceptance, fifth_percentile, is_sparse, summarise
+from swarm_node.rollout.sparsity.acceptance import RESERVED, TAIL, fifth_percentile, is_sparse
 from swarm_node.rollout.sparsity.schedule import BIN_TOKENS, DENSE, Schedule
 
 NOTCHES = 4
@@ -134,15 +134,6 @@ class ClosedLoop:
         moved = any(bin.shift or bin.dense for bin in state.bins)
         source = f"closed loop from {state.source}" if moved else state.source
         return Schedule(tuple(map(self._pages, range(len(state.bins)))), self.threshold, source, state.model)
-
-    @property
-    def dense_bins(self) -> tuple[int, ...]:
-        """Bins in which no budget below the context held the threshold, as far as is known."""
-        return tuple(index for index, bin in enumerate(self._state.bins) if bin.dense)
-
-    def acceptance(self) -> dict[int, Acceptance]:
-        """What the window of each bin with data says of its present budget."""
-        return {index: summarise(bin.values()) for index, bin in enumerate(self._state.bins) if bin.samples}
 
     def observe(self, completions: Sequence[tuple[NDArray[np.int64], NDArray[np.floating]]]) -> Schedule:
         """Take in rescored completions of one step and return the schedule for the next.

@@ -21,7 +21,7 @@ from swarm_protocols.reject import Reason, Rejected
 
 from swarm_node.network.admission.halves import CheapAdmission, FullAdmission
 from swarm_node.network.admission.options import AdmissionOptions
-from swarm_node.network.admission.recent import Recent, SeenDigests
+from swarm_node.network.admission.recent import SeenDigests
 from swarm_node.tasks.assignment import MAX_SLOTS
 from swarm_node.tasks.base import TaskError
 from tests.support.group_samples import PROMPT, STOP, VOCAB, sample_completion, sample_group
@@ -349,13 +349,6 @@ def test_short_answers_may_coincide() -> None:
 
 
 # -- memory
-
-
-def test_memories_stay_bounded_and_forget_the_oldest() -> None:
-    recent: Recent[int, int] = Recent(3)
-    for key in (1, 2, 3, 1, 4):
-        recent.put(key, key)
-    assert [key in recent for key in (1, 2, 3, 4)] == [True, False, True, True]
 
 
 def test_one_sender_cannot_flush_the_digests_of_others() -> None:

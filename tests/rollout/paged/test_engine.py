@@ -153,7 +153,7 @@ def test_the_cache_takes_no_more_than_a_step_can_use_and_is_empty_afterwards() -
         assert engine._cache is not None
         # ceil((6 + 40) / 16) = 3 pages a completion and one for a copy; 5 and 1; 3 and 1; 6 and 1
         assert engine._cache.layout.pages == 4 * 4 + 3 * 6 + 5 * 4 + 2 * 7
-        assert engine._cache.used_pages == 0
+        assert engine._cache.free_pages == engine._cache.layout.pages
 
 
 def test_a_prompt_is_computed_once_for_its_group() -> None:
@@ -186,7 +186,7 @@ def test_an_interrupted_call_leaves_no_pages_behind(monkeypatch: pytest.MonkeyPa
         with pytest.raises(KeyboardInterrupt):
             generate(engine)
     assert engine._cache is not None
-    assert engine._cache.used_pages == 0
+    assert engine._cache.free_pages == engine._cache.layout.pages
     assert_same(generate(engine), expected)
 
 

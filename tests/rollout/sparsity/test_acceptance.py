@@ -16,7 +16,6 @@ from swarm_node.rollout.sparsity.acceptance import (
     is_sparse,
     lower_bound,
     rescore,
-    summarise_by_bin,
     top_logprobs,
 )
 from tests.support.policies import random_policy
@@ -111,14 +110,6 @@ def test_the_fifth_percentile_is_a_value_that_one_in_twenty_does_not_exceed() ->
     assert fifth_percentile(np.array([0.9, 0.3, 0.8])) == 0.3
     assert fifth_percentile(np.arange(21.0)) == 1.0
     assert math.isnan(fifth_percentile(np.empty(0)))
-
-
-def test_statistics_are_kept_apart_by_bin() -> None:
-    positions = np.array([0, 1999, 2000, 9999])
-    statistics = summarise_by_bin(positions, np.array([0.5, 0.9, 0.8, 0.2]))
-    assert list(statistics) == [0, 1, 4]
-    assert (statistics[0].mean, statistics[0].p5, statistics[0].count) == (0.7, 0.5, 2)
-    assert (statistics[4].p5, statistics[4].count) == (0.2, 1)
 
 
 def test_a_token_is_sparse_when_its_sequence_has_more_pages_than_it_may_read() -> None:

@@ -129,7 +129,6 @@ def test_tokens_that_read_everything_say_nothing_of_the_budget() -> None:
     positions = np.arange(0, 32 * 16)  # 29 pages and the reserved three
     for _ in range(100):
         assert loop.observe([(positions, np.ones(len(positions)))]).pages == (29, 61, 93, 93)
-    assert loop.acceptance() == {}
 
 
 def test_bins_without_data_move_with_the_nearest_that_has_some() -> None:
@@ -148,17 +147,16 @@ def test_a_bin_that_nothing_holds_becomes_dense_says_so_and_is_tried_again() -> 
     loop = made((29, 61))
     hopeless = np.full(2000, 0.5)
     reasons = []
-    while not loop.dense_bins:
+    while loop.schedule.pages[1] != DENSE:
         loop.observe([(np.arange(2000, 4000), hopeless)])
         reasons.append(loop.reason)
         assert len(reasons) < 5
-    assert loop.schedule.pages[1] == DENSE
     assert re.fullmatch(r"bin 1: dense, \d+ of 250 pages do not hold it \(p5 0\.500 < 0\.86\), again in 50 steps", reasons[-1])
     assert loop.schedule.source == "closed loop from by hand"
     pauses = []
     for _ in range(2):
         waited = 0
-        while loop.dense_bins:
+        while loop.schedule.pages[1] == DENSE:
             loop.observe([(np.arange(2000, 4000), np.ones(2000))])
             waited += 1
         assert "tried again" in loop.reason
