@@ -36,7 +36,7 @@ def token_logprobs(
         raise ValueError(f"targets are {tuple(targets.shape)} {targets.dtype}; expected ({hidden.shape[0]},) int64")
     sharpness = 1.0 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
     sharpness = sharpness.expand(hidden.shape[0]).contiguous()
-    result: Tensor = _TokenLogprobs.apply(hidden, weight, bias, targets.contiguous(), sharpness, kernels, chunk)
+    result: Tensor = _TokenLogprobs.apply(hidden, weight, bias, targets.contiguous(), sharpness, kernels, chunk)  # type: ignore[no-untyped-call]
     return result
 
 

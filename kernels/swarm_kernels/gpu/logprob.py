@@ -1,6 +1,5 @@
 """Log-softmax-gather over one piece of the vocabulary in Triton, forward and backward; see `fused.py` for the pieces."""
 
-# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import triton
