@@ -51,6 +51,7 @@ class QuotaCheck(Check):
         self._quota = quota
 
     def check(self, arrival: Arrival) -> None:
+        """Charge one group, its tokens and the body's bytes to the sender."""
         self._quota.take(arrival.sender, groups=1, tokens=arrival.header.tokens, bytes=arrival.bytes)
 
 
@@ -61,10 +62,12 @@ class DuplicateCheck(Check):
         self._seen = seen
 
     def check(self, arrival: Arrival) -> None:
+        """Compares the digest alone."""
         if arrival.digest in self._seen:
             raise Rejected(Reason.DUPLICATE, f"body {arrival.digest.hex()[:16]} was admitted before")
 
     def admitted(self, arrival: Arrival) -> None:
+        """Remember the digest."""
         self._seen.add(arrival.sender, arrival.digest)
 
 
@@ -76,12 +79,15 @@ class History:
         self._senders: LRU[str, dict[int, int]] = LRU(options.senders)
 
     def of(self, sender: str) -> dict[int, int]:
+        """Those of one sender; empty for a sender that is not remembered."""
         return self._senders.get(sender) or {}
 
     def is_full(self, sender: str) -> bool:
+        """Whether the sender has as many as are remembered (`reorder_window`), so that an older one may have been forgotten."""
         return len(self.of(sender)) >= self._window
 
     def add(self, arrival: Arrival) -> None:
+        """Remember an arrival; of more than `reorder_window` the lowest sequence number is forgotten."""
         steps = self._senders.setdefault(arrival.sender, {})
         steps[arrival.header.sequence] = arrival.header.policy.step
         if len(steps) > self._window:
@@ -95,6 +101,7 @@ class ReplayCheck(Check):
         self._history = history
 
     def check(self, arrival: Arrival) -> None:
+        """Compares the sequence number with those of the sender's history."""
         sequence, known = arrival.header.sequence, self._history.of(arrival.sender)
         if sequence in known:
             raise Rejected(Reason.REPLAY, f"sequence number {sequence} was used before")
@@ -102,6 +109,7 @@ class ReplayCheck(Check):
             raise Rejected(Reason.REPLAY, f"sequence number {sequence} is older than the newest {len(known)} of this sender")
 
     def admitted(self, arrival: Arrival) -> None:
+        """Remember the sequence number."""
         self._history.add(arrival)
 
 
@@ -117,6 +125,7 @@ class StalenessCheck(Check):
         self._bound = bound
 
     def check(self, arrival: Arrival) -> None:
+        """Compares policy steps; what is refused is remembered all the same."""
         step, newest = arrival.header.policy.step, max(self._history.of(arrival.sender).values(), default=0)
         if step < newest - self._bound:
             self._history.add(arrival)
@@ -130,6 +139,7 @@ class TaskCheck(Check):
         self._tasks = frozenset(tasks)
 
     def check(self, arrival: Arrival) -> None:
+        """Compares canonical names."""
         task = arrival.header.problem.task
         if task not in self._tasks:
             raise Rejected(Reason.UNKNOWN_TASK, f"task {task!r}, this swarm trains on {', '.join(sorted(self._tasks))}")
@@ -142,6 +152,7 @@ class AssignmentCheck(Check):
         self._assigned = assigned
 
     def check(self, arrival: Arrival) -> None:
+        """Judges the problem at the policy step that the header claims."""
         problem, step = arrival.header.problem, arrival.header.policy.step
         if not self._assigned(arrival.sender, problem, step):
             raise Rejected(Reason.NOT_ASSIGNED, f"problem {problem.index} of stream {problem.seed} is not this sender's at step {step}")

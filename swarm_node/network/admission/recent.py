@@ -20,6 +20,7 @@ class SeenDigests:
         return len(self._owners)
 
     def add(self, sender: str, digest: bytes) -> None:
+        """Remember an admitted body; where a bound is reached the least recent one is forgotten, first of the same sender."""
         if sender not in self._by_sender:
             self._by_sender[sender] = LRU(self._per_sender)
         own = self._by_sender[sender]
