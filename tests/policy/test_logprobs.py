@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ def sequences(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 def naive(model: nn.Module, prompt: Tensor, completion: Tensor, temperature: float) -> Tensor:
     """One sequence alone, whole logits, full log-softmax."""
-    logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0].float() / temperature
+    logits: Tensor = model(input_ids=torch.cat([prompt, completion])[None]).logits[0].float() / temperature
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, completion[:, None])[:, 0]
 
 
@@ -55,9 +57,9 @@ def test_gradients_equal_those_of_the_naive_loss(lora: bool) -> None:
                     parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     weights = [torch.randn(t, generator=torch.Generator().manual_seed(t)) for _, t in LENGTHS]
     chunked = completion_logprobs(model, sequences(), temperature=TEMPERATURES, chunk_tokens=5)
-    found = gradients(model, sum((w * part).sum() for w, part in zip(weights, chunked, strict=True)))
+    found = gradients(model, sum(((w * part).sum() for w, part in zip(weights, chunked, strict=True)), torch.zeros(())))
     alone = [naive(model, p, c, temperature) for (p, c), temperature in zip(sequences(), TEMPERATURES, strict=True)]
-    expected = gradients(model, sum((w * part).sum() for w, part in zip(weights, alone, strict=True)))
+    expected = gradients(model, sum(((w * part).sum() for w, part in zip(weights, alone, strict=True)), torch.zeros(())))
     assert found.keys() == expected.keys()
     assert len(found) == (28 if lora else 21)
     for name, gradient in expected.items():
@@ -68,7 +70,7 @@ def test_the_logits_of_the_whole_batch_never_exist_at_once(monkeypatch: pytest.M
     model = random_model()
     rows: list[int] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[0]))
-    sum(part.sum() for part in completion_logprobs(model, sequences(), temperature=1.0, chunk_tokens=8)).backward()
+    torch.cat(completion_logprobs(model, sequences(), temperature=1.0, chunk_tokens=8)).sum().backward()
     assert rows[:4] == [8, 8, 8, 7]
     assert len(rows) == 8, "each chunk is computed once more in the backward pass"
     assert max(rows) <= 8
@@ -109,7 +111,7 @@ def test_no_sequences_have_no_log_probs() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2: capped logits", "granite: scaled logits"])
 def test_families_that_change_their_logits_after_the_head_are_followed(family: str) -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
     torch.manual_seed(0)
     if family.startswith("gemma2"):

@@ -21,7 +21,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return self.query.shape[2] ** -0.5
+        return float(self.query.shape[2] ** -0.5)
 
 
 def make_case(
