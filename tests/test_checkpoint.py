@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from swarm_node import checkpoint as module
 from swarm_node.checkpoint import Checkpoint, CheckpointError, DiskFull, check_room, load_latest, read_latest, save_checkpoint
@@ -258,12 +259,11 @@ def test_a_quota_that_is_reached_while_writing_costs_the_oldest_and_never_the_ne
 ) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, make(step))
-    write = module.save_file
 
     def limited(tensors: dict[str, torch.Tensor], path: Path) -> None:  # the disk itself says that there is room
         if len(list(tmp_path.glob("step-*"))) > 1:
             raise SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)")
-        write(tensors, path)
+        save_file(tensors, path)
 
     monkeypatch.setattr(module, "save_file", limited)
     save_checkpoint(tmp_path, make(3))

@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_rows_survive_the_file_and_what_was_not_measured_stays_so() -> None:
 
 
 def test_a_step_s_row_that_lacks_a_value_or_has_it_twice_is_an_error() -> None:
-    own = {item.name: 0 for item in dataclasses.fields(StepRow) if not item.metadata}
+    own: dict[str, Any] = {item.name: 0 for item in dataclasses.fields(StepRow) if not item.metadata}
     reports: dict[str, object] = {item.metadata["source"].partition(".")[0]: None for item in dataclasses.fields(StepRow) if item.metadata}
     assert StepRow.gather(reports, **own) == StepRow(**own)
     with pytest.raises(TypeError, match="needs pool_groups, seconds"):

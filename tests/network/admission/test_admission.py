@@ -96,7 +96,7 @@ def test_a_malformed_body_is_refused_with_its_reason_counted(change: Callable[[b
 def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
     clock, bodies = Clock(), [body_of(number) for number in range(11)]
     costs = {"groups": 10, "tokens": 10 * 115, "bytes": sum(map(len, bodies[:10]))}
-    admission = cheap(clock, **{f"{kind}_per_minute": costs[kind]})
+    admission = cheap(clock, None, **{f"{kind}_per_minute": costs[kind]})
     for body in bodies[:10]:
         admission.admit("alice", body)
     assert reason_of(admission.admit, "alice", bodies[10]) == Reason.OVER_QUOTA
@@ -376,8 +376,8 @@ def hostile_high_plane(body: bytes, value: bytes) -> bytes:
     fields = msgpack.unpackb(body[3:size])
     columns = body[size : len(body) - fields[18][-1]]
     fields[18][-1] = fields[15]
-    header = msgpack.packb(fields)
-    return body[:1] + len(header).to_bytes(2, "little") + header + columns + value * fields[15]
+    header: bytes = msgpack.packb(fields)
+    return body[:1] + len(header).to_bytes(2, "little") + header + columns + value * int(fields[15])
 
 
 def test_honest_extremes_pass() -> None:

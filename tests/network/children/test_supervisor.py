@@ -163,6 +163,6 @@ def test_a_frame_arrives_whole_in_pieces_and_not_at_all_when_the_sender_dies() -
 
 def _alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
