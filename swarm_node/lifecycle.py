@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from swarm_node import __version__
@@ -166,7 +167,7 @@ class Life:
         try:
             self._train()
         except Exception as error:
-            error.add_note(self.status.snapshot().describe(time.time()))
+            error.add_note(replace(self.status.snapshot(), step=self.node.steps).describe(time.time()))
             raise
         finally:
             try:
@@ -275,7 +276,7 @@ class Life:
         try:
             self.node.check_sound()
             save_checkpoint(self.home.checkpoints, self.node.checkpoint())
-        except (CheckpointError, RuntimeError) as error:  # RuntimeError: what holds the weights does not answer any more
+        except (CheckpointError, OSError, RuntimeError) as error:  # RuntimeError: what holds the weights does not answer any more
             self.say(f"no checkpoint of step {self.node.steps}: {error}")
             self.metrics.write(EventRow(step=self.node.steps, time=time.time(), name="checkpoint-failed", detail=str(error)))
             return

@@ -60,28 +60,34 @@ def log_to_console(level: str = "") -> None:
     if level not in LEVELS:
         raise LogError(f"{VARIABLE}={level}: choose {', '.join(LEVELS)}")
     os.environ[VARIABLE] = level  # child processes read it
-    root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler, _Console | _File)]:
-        root.removeHandler(handler)
-        handler.close()
     console = _Console(level.upper())
-    root.addHandler(console)
+    _replace(_Console, console)
     OURS.setLevel(min(logging.INFO, console.level))
     threading.excepthook = _log_thread
 
 
-def log_to_file(home: Path) -> None:
-    """Keep messages in the home folder too, from info on or from what the console shows."""
-    if log_file() != Path(os.path.abspath(home / FILE)):
-        handler = _File(home / FILE, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", errors="backslashreplace", delay=True)
+def log_to_file(home: Path) -> Path:
+    """Keep messages in the home folder too, from info on or from what the console shows. The file appears with the first of them."""
+    path = Path(os.path.abspath(home / FILE))
+    if log_file() != path:
+        handler = _File(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", errors="backslashreplace", delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger().addHandler(handler)
+        _replace(_File, handler)
+    return path
 
 
 def log_file() -> Path | None:
     """The file that `log_to_file` was given last."""
     files = [Path(handler.baseFilename) for handler in logging.getLogger().handlers if isinstance(handler, _File)]
     return files[-1] if files else None
+
+
+def _replace(kind: type[logging.Handler], handler: logging.Handler) -> None:
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, kind)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
 
 
 def _log_thread(error: threading.ExceptHookArgs) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from swarm_node.logs import FILE, QUIET
+from swarm_node.logs import QUIET
 
 log = logging.getLogger(__name__)
 SAID = QUIET.getChild("said")
@@ -31,6 +31,7 @@ class Terminal:
     """Says lines on standard output and keeps them in the log. When one cannot be printed, the rest goes to the log alone."""
 
     def __init__(self) -> None:
+        open_streams()
         self.lost = False
 
     def __call__(self, line: str) -> None:
@@ -42,7 +43,7 @@ class Terminal:
             print(line, flush=True)
         except (OSError, ValueError) as error:  # a closed pipe, a full disk behind it; ValueError: the stream was closed, or is not ours
             self.lost = True
-            log.warning("standard output is lost (%s): the node goes on and says the rest in %s", error, FILE)
+            log.warning("standard output is lost (%s): the node goes on and says the rest in its log", error)
             abandon_output()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +15,16 @@ import pytest
 import torch
 
 from swarm_node import lifecycle
-from swarm_node.checkpoint import read_latest
+from swarm_node.checkpoint import Checkpoint, read_latest, save_checkpoint
+from swarm_node.cli.app import is_bad_input
 from swarm_node.config import Config, make_config
 from swarm_node.lifecycle import Life, run
+from swarm_node.network import addresses
 from swarm_node.network.addresses import ListenError
 from swarm_node.network.gossip import NetworkReport, Nobody
-from swarm_node.node import Node
-from swarm_node.observe.metrics import read_metrics
+from swarm_node.node import Node, ResumeError
+from swarm_node.observe.metrics import MetricsWriter, StepRow, read_metrics
+from swarm_node.observe.status import Status
 
 SMALL: dict[str, Any] = {
     "model": {"name": "tiny-s"},
@@ -42,6 +47,7 @@ class Quiet(Nobody):
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Callable[..., Config]:
     """The configuration of a node without processes: options of `[run]` by name."""
     monkeypatch.setattr(Life, "_open_network", lambda self, task: Quiet())
+    monkeypatch.setattr(addresses, "PATIENCE_S", 0.0)
     return lambda **options: make_config(SMALL | {"run": {"home": str(tmp_path / "home"), "steps": 3} | options})
 
 
@@ -68,9 +74,55 @@ def test_an_error_in_a_rollout_leaves_the_last_complete_step(
     config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_at(monkeypatch, Node, "sample", 3, RuntimeError("a bug in an engine"))
-    with pytest.raises(RuntimeError, match="a bug in an engine"):
+    with pytest.raises(RuntimeError, match="a bug in an engine") as caught:
         run(config(), lambda line: None)
     assert saved_step(tmp_path) == 2
+    assert re.fullmatch(r"rolling-out for \d+ s at step 2", *caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "complete"),
+    [
+        (Status, "enter", 2),  # the first thing that a step does
+        (Node, "_row", 3),  # the last
+        (Quiet, "progress", 3),
+        (lifecycle, "step_line", 3),
+        (MetricsWriter, "write", 3),
+    ],
+)
+def test_an_error_outside_of_an_update_leaves_the_last_complete_step(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, complete: int
+) -> None:
+    step = Life._step
+
+    def third_step_fails(life: Life) -> StepRow:
+        if life.node.steps == 2:
+            fail_at(monkeypatch, owner, name, 1, RuntimeError("a bug"))
+        return step(life)
+
+    monkeypatch.setattr(Life, "_step", third_step_fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(config(), lambda line: None)
+    assert saved_step(tmp_path) == complete
+
+
+def test_an_error_before_the_first_step_leaves_no_checkpoint(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(monkeypatch, Node, "sample", 1, RuntimeError("a bug in an engine"))
+    with pytest.raises(RuntimeError, match="a bug in an engine"):
+        run(config(), lambda line: None)
+    assert not (tmp_path / "home" / "checkpoints").exists()
+
+
+def test_a_node_that_is_stopped_before_its_first_step_has_nothing_to_save(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Node, "sample", lambda *given: os.kill(os.getpid(), signal.SIGTERM) or signal.pause())
+    said: list[str] = []
+    assert run(config(), said.append) == 0
+    assert said[-1] == "stopped"
+    assert not (tmp_path / "home" / "checkpoints").exists()
 
 
 def test_an_error_in_an_evaluation_leaves_the_step_before_it(
@@ -85,20 +137,25 @@ def test_an_error_in_an_evaluation_leaves_the_step_before_it(
 def test_an_error_in_the_middle_of_an_update_saves_nothing_torn(
     config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
     fail_at(monkeypatch, Node, "distill", 3, RuntimeError("between the weights and the books"))
     with pytest.raises(RuntimeError, match="between the weights"):
-        run(config(checkpoint_every=1), lambda line: None)
-    assert saved_step(tmp_path) == 2  # the one that was due then; the weights of step 3 are in no checkpoint
+        run(config(), said.append)
+    assert said[-1] == "no checkpoint of step 2: the update after step 2 was left half done"
+    assert saved_step(tmp_path) is None
 
 
 def test_weights_that_are_not_finite_are_not_saved(config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ruin(node: Node, *given: Any) -> None:
-        next(iter(node.policy.trainable().values())).data.fill_(torch.nan)
-        raise RuntimeError("the weights are gone")
+    def ruin(life: Life) -> None:
+        if life.node.steps == 2:
+            next(iter(life.policy.trainable().values())).data[0, 0] = torch.nan
+            raise RuntimeError("the weights are gone")
 
-    monkeypatch.setattr(Node, "evaluate", ruin)
+    said: list[str] = []
+    monkeypatch.setattr(Life, "_evaluate", ruin)
     with pytest.raises(RuntimeError, match="the weights are gone"):
-        run(config(eval_every=1), lambda line: None)
+        run(config(eval_every=1), said.append)
+    assert re.fullmatch(r"no checkpoint of step 2: .*embed.* holds numbers that are not finite", said[-1])
     assert saved_step(tmp_path) is None
 
 
@@ -146,3 +203,38 @@ def test_an_address_that_was_asked_for_and_is_taken_is_an_error(config: Callable
     with pytest.raises(ListenError, match=r"192\.0\.2\.77.*Give an address of this machine"):
         run(config().model_copy(update={"network": elsewhere}), lambda line: None)
     assert not (tmp_path / "home").exists()
+
+
+def test_a_home_whose_every_file_is_on_a_full_disk_costs_the_files_and_not_the_run(
+    config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "home").mkdir()
+    for name in ("metrics.jsonl", "status.tmp", "node.log"):
+        (tmp_path / "home" / name).symlink_to("/dev/full")
+    said: list[str] = []
+    assert run(config(steps=4), said.append, profile=True) == 0
+    assert saved_step(tmp_path) == 4
+    assert "metrics are being lost: [Errno 28]" in caplog.text
+    assert caplog.text.count("node.log cannot be written ([Errno 28]") == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "identity.key"])
+def test_a_folder_where_a_file_belongs_is_named(config: Callable[..., Config], tmp_path: Path, name: str) -> None:
+    wanted = config()
+    (tmp_path / "home" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"{name} cannot be (written|read)") as caught:
+        run(wanted, lambda line: None)
+    assert is_bad_input(caught.value)
+
+
+def test_a_profile_that_got_no_turn_is_said(config: Callable[..., Config]) -> None:
+    said: list[str] = []
+    assert run(config(), said.append, profile=True) == 0
+    assert "no whole profile: it takes 4 steps, and this start took 3" in said
+
+
+def test_a_checkpoint_of_another_version_is_refused_by_name(config: Callable[..., Config], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "home" / "checkpoints", Checkpoint(5, {}, {}, {"version": 1}))
+    with pytest.raises(ResumeError, match="format 1, this version reads"):
+        run(config(), lambda line: None)
+    assert saved_step(tmp_path) == 5

@@ -6,12 +6,15 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from swarm_node import logs
 from swarm_node.logs import LogError, log_file, log_to_console, log_to_file
+from swarm_node.terminal import Terminal
 from tests.support.waiting import HANG_S
 
 PROGRAM = """
@@ -71,8 +74,10 @@ def test_a_terminal_that_knows_no_greek_gets_question_marks(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def fresh_logging() -> object:
+def fresh_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """Handlers and levels as before."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("SWARM_NODE_LOG", "")
     root = logging.getLogger()
     before = (root.handlers[:], logs.OURS.level, logging.raiseExceptions)
     yield root
@@ -111,6 +116,40 @@ def test_the_variable_sets_the_level_and_a_wrong_one_is_named(
     monkeypatch.setenv("SWARM_NODE_LOG", "loud")
     with pytest.raises(LogError, match="SWARM_NODE_LOG=loud: choose debug, info, warning, error"):
         log_to_console()
+
+
+def test_what_the_terminal_has_seen_and_tracebacks_are_for_the_file_unless_everything_is_shown(
+    tmp_path: Path, fresh_logging: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_NODE_LOG", "info")
+    log_to_console()
+    log_to_file(tmp_path)
+    Terminal()("step 1")
+    thread = threading.Thread(target=lambda: 1 // 0, name="reader")
+    thread.start()
+    thread.join()
+    shown = capsys.readouterr()
+    assert shown.out == "step 1\n"
+    assert shown.err.splitlines() == ["the thread reader ended: ZeroDivisionError: integer division or modulo by zero"]
+    assert "Traceback" in (tmp_path / "node.log").read_text()
+    log_to_console("debug")
+    Terminal()("step 2")
+    assert capsys.readouterr().err == "step 2\n"
+
+
+@pytest.mark.parametrize("redirections", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_stream_s_number_goes_to_no_file(tmp_path: Path, redirections: str) -> None:
+    program = (
+        "import os, pathlib, sys\nfrom swarm_node.terminal import open_streams\nopen_streams()\n"
+        "with open(sys.argv[1], 'w') as file:\n  print(1)\n  print(2, file=sys.stderr)\n  os.write(1, b'3')\n  os.write(2, b'4')\n"
+        "  file.write('mine')\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" "$2" {redirections}', sys.executable, program, str(tmp_path / "file")],
+        capture_output=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_log_files_have_a_bounded_size(tmp_path: Path, fresh_logging: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def internal_error(error: Exception) -> str:
         f"swarm-node: internal error: {summary}\n"
         "This is a fault of swarm-node, not of yours. What is in the home folder is safe; the same command may be given again.\n"
         "Please report it with what follows, and the log:\n"
-    ) + "\n".join(f"  {name:8} {text}" for name, text in facts.items() if text)
+    ) + "\n".join(f"  {name:9} {text}" for name, text in facts.items() if text)
 
 
 def _keep_trace(error: Exception) -> str:

@@ -163,6 +163,7 @@ def test_ctrl_c_ends_with_130(run: Run, home: Path, monkeypatch: pytest.MonkeyPa
             "--directory: network.directory_peers: '/ip4/192.0.2.7/tcp/1' does not end in /p2p/PEER-ID",
         ),
         (["--listen", "0.0.0.0:1"], "--listen: network.listen: '0.0.0.0:1' is not an address"),
+        (["--listen", "/dns4/ada/tcp/5"], "'/dns4/ada/tcp/5' is a name: give the address of this machine to listen on"),
         (["--steps", "0"], "--steps: run.steps = 0: should be greater than or equal to 1"),
         (["--minutes", "-1"], "--minutes: run.minutes = -1.0: should be greater than 0"),
         (["--swarm", "../up"], "--swarm: swarm = "),
@@ -353,15 +354,80 @@ def test_config_check_finds_what_join_would_refuse(run: Run, tmp_path: Path, lin
 def test_a_damaged_status_is_named(run: Run, tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "status.json").write_bytes(damage)
     result = run("status", "--home", tmp_path)
+    assert result.code == 1
+    assert "not running; it was unknown" in result.out
+    assert f"{tmp_path / 'status.json'} is damaged" in result.out
+    with Home.open(tmp_path):
+        shown = run("status", "--home", tmp_path, "--json")
+        assert (shown.code, json.loads(shown.out)["running"]) == (0, True)
+
+
+def test_config_check_names_every_problem_with_its_line(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[model]\nname = "gpt-9"\n\n[task]\nname = "juggling"\n')
+    result = run("config", "check", file)
     assert result.code == 2
-    assert f"{tmp_path / 'status.json'} is damaged" in result.err
+    lines = result.err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"swarm-node: {file}, line 5: task.name: unknown task 'juggling'")
+    assert lines[1].startswith(f"{file}, line 2: model.name: unknown model 'gpt-9'")
+
+
+def test_a_status_of_another_version_or_with_impossible_values_is_shown_as_it_is(run: Run, tmp_path: Path) -> None:
+    facts = '{"state": ["x"], "since": 1e999, "updated": "noon", "waiting_for": {}, "peers": NaN, "new": {"a": [1]}, "step": 1%s}'
+    (tmp_path / "status.json").write_text(facts % ("0" * 4000))
+    with Home.open(tmp_path):
+        shown = run("status", "--home", tmp_path)
+        assert shown.code == 0
+        assert "updated  ? ago" in shown.out
+        assert "new      a [1]" in shown.out
+        assert json.loads(run("status", "--home", tmp_path, "--json").out)["peers"] is None
+
+
+def test_a_report_passes_over_what_it_cannot_read_and_says_so(run: Run, home: Path, tmp_path: Path) -> None:
+    with (home / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"kind":"step","step":"two","time":1}\n{"kind":"step","st')
+    result = run("report", home, "--out", tmp_path / "r.html", "--json")
+    assert json.loads(result.out)["nodes"][0]["steps"] == 1
+    assert "lines that cannot be read are passed over: 3, the first is line 2" in result.err
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["config", "show"], ["config", "show", "--json"], ["model", "list"]])
+def test_output_on_a_full_disk_is_named_and_no_fault_of_ours(arguments: list[str], buffered: str) -> None:
+    command = [sys.executable, "-m", "swarm_node.cli.app", *arguments]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False,
+            env=os.environ | {"PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "swarm-node: standard output cannot be written: No space left on device\n")
+
+
+def test_a_reader_that_has_seen_enough_hears_nothing_more() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "swarm_node.cli.app", "config", "show"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_json_is_whole_where_the_terminal_knows_ascii_alone(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"waiting_for": "λ·\\ud800"}')
+    command = [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(tmp_path), "--json"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment)
+    assert json.loads(done.stdout) == {"running": False, "waiting_for": "λ·\ud800"}
 
 
 INTERNAL = """
 import sys
 from swarm_node import home
 def broken(path):
-    raise KeyError("a bug")
+    error = KeyError("a bug")
+    error.add_note("learning for 3 s at step 12")
+    raise error
 home.holder = broken
 from swarm_node.cli.app import main
 sys.argv = ["swarm-node", "status", "--home", sys.argv[1]]
@@ -378,9 +444,10 @@ def test_an_error_that_nobody_foresaw_says_what_to_send_and_hides_its_traceback(
     assert "Traceback" not in done.stderr
     assert "internal error: KeyError: 'a bug'" in done.stderr
     assert f"command   swarm-node status --home {tmp_path}" in done.stderr
-    log = tmp_path / "swarm-node-error.log"
+    (log,) = tmp_path.glob("swarm-node-error-*.log")
     assert f"log       {log}" in done.stderr
-    assert 'raise KeyError("a bug")' not in done.stderr
+    assert "in broken)" in done.stderr
+    assert "state     learning for 3 s at step 12" in done.stderr
     assert "KeyError: 'a bug'" in log.read_text()
     assert "Traceback" in log.read_text()
 

@@ -15,7 +15,8 @@ import psutil
 import pytest
 from swarm_protocols.limits import DEFAULT_LIMITS
 
-from swarm_node.network.addresses import Address, free_addresses
+from swarm_node.network import addresses
+from swarm_node.network.addresses import Address, ListenError, check_free, free_addresses
 from swarm_node.network.gossip import Received
 from swarm_node.network.identity import load_or_create
 from swarm_node.network.libp2p.peers_file import read_peers
@@ -180,6 +181,53 @@ def test_a_taken_port_is_replaced_and_said_so() -> None:
     assert free == []
     assert "cannot listen on /ip4/192.0.2.77" in notices[0]
     assert free_addresses([Address("ip4", "127.0.0.1", port)]) == ([Address("ip4", "127.0.0.1", port)], ())
+
+
+def test_addresses_that_were_asked_for_are_had_together_or_an_error_names_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "PATIENCE_S", 0.0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"/tcp/{port}: process {os.getpid()} \(.+\) holds port {port}\. Stop it"):
+            check_free([Address("ip4", "127.0.0.1", 0), Address("ip4", "127.0.0.1", port)])
+        for family in ("ip4", "ip6"):  # another family, or another address: not taken
+            host = {"ip4": "127.0.0.2", "ip6": "::1"}[family]
+            check_free([Address(family, host, port)])
+    twice = Address("ip4", "127.0.0.1", port)
+    check_free([twice])
+    with pytest.raises(ListenError, match=f"holds port {port}"):
+        check_free([twice, twice])
+    with pytest.raises(ListenError, match=r"192\.0\.2\.77/tcp/0: Cannot assign .*Give an address of this machine"):
+        check_free([Address("ip4", "192.0.2.77", 0)])
+
+
+def test_a_port_that_becomes_free_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        taken.close()
+
+    monkeypatch.setattr(addresses.time, "sleep", wait)
+    check_free([Address("ip4", "127.0.0.1", taken.getsockname()[1])])
+    assert len(waits) == 1
+
+
+def test_a_host_that_was_told_where_to_listen_listens_nowhere_else(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with node(tmp_path, listen=(f"/ip4/127.0.0.1/tcp/{port}",)) as alone:
+            await_condition(lambda: "cannot listen on" in alone.report().trouble, "the trouble says what cannot be had")
+            assert f"/ip4/127.0.0.1/tcp/{port}" in alone.report().trouble
+            assert alone.report().addresses == ()
+            taken.close()
+            assert str(port) in listening(alone)[0]
 
 
 def test_a_killed_network_process_comes_back_and_delivers(pair: Pair) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import resource
 import subprocess
 import sys
 import threading
@@ -16,8 +18,10 @@ import pytest
 
 from swarm_node.observe.metrics import EvalRow, EventRow, Increments, Metrics, MetricsWriter, StepRow, decode_row, encode_row, read_metrics
 from swarm_node.observe.status import Snapshot, State, Status
+from swarm_node.observe.status_file import StatusError, StatusFile, read_status
 from swarm_node.observe.stepline import step_line
 from swarm_node.observe.summary import summarise
+from tests.support.waiting import HANG_S
 
 
 def row(step: int, **values: object) -> StepRow:
@@ -134,6 +138,24 @@ def test_fields_and_kinds_of_newer_versions_are_ignored() -> None:
     assert decode_row('{"kind":"step","step":1,"time":2.0,"rejections":[1]}') is None
     assert decode_row('{"kind":["step"],"step":1,"time":2.0}') is None
     assert decode_row("[" * 100_000) is None
+    for number in ('"1"', "1" * 19, "1" * 5000, "NaN", "1e999", "1.5"):
+        assert decode_row(f'{{"kind":"step","step":1,"time":2.0,"length_max":{number}}}') is None, number
+    for number in ("NaN", "Infinity", "-1e999", "null"):
+        found = decode_row(f'{{"kind":"step","step":1,"time":2.0,"loss":{number}}}')
+        assert isinstance(found, StepRow)
+        assert math.isnan(found.loss)
+
+
+def test_lines_that_cannot_be_read_are_passed_over_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [encode_row(row(1)).encode(), b"\xff\x00\xfe", b'{"kind":"step","step":2', b"", encode_row(row(3)).encode(), b'["a", "list"]']
+    path.write_bytes(b"\n".join(lines))
+    found = read_metrics(path)
+    assert [step.step for step in found.steps] == [1, 3]
+    assert found.skipped == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: lines that cannot be read are passed over: 3, the first is line 2"
+    ]
 
 
 def test_every_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -289,6 +311,54 @@ def test_a_full_disk_costs_rows_and_never_the_run() -> None:
     writer.write(EventRow(step=1, time=0.0, name="start"))
     writer.write(EventRow(step=2, time=0.0, name="stop"))
     assert writer.lost == 2
+
+
+def test_a_row_of_which_the_disk_took_a_part_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(row(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))  # of the next row, ten bytes fit
+    try:
+        writer.write(row(2))
+        writer.write(row(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(row(4))
+    writer.close()
+    assert writer.lost == 2
+    found = read_metrics(path)
+    assert ([step.step for step in found.steps], found.skipped) == ([1, 4], 1)
+
+
+def test_a_name_that_is_not_utf_8_comes_back(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write(EventRow(step=0, time=0.0, name="start", data={"node": name}))
+    writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl").facts() == {"node": name}
+
+
+def test_a_status_that_cannot_be_described_or_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    described = threading.Semaphore(0)
+
+    def describe() -> dict[str, object]:
+        described.release()
+        if len(caplog.records) < 1:
+            raise KeyError("a bug")
+        return {"state": "learning"}
+
+    status = StatusFile(tmp_path, describe, interval=0.001)
+    for _ in range(3):
+        assert described.acquire(timeout=HANG_S)
+    status.close()
+    assert read_status(tmp_path) == {"state": "learning"}
+    assert "status.json cannot be written: KeyError('a bug')" in caplog.text
+    (tmp_path / "status.json").unlink()
+    (tmp_path / "status.json").mkdir()
+    StatusFile(tmp_path, describe).close()
+    with pytest.raises(StatusError, match=r"status\.json cannot be read: Is a directory"):
+        read_status(tmp_path)
 
 
 def test_a_writer_says_whether_there_were_rows_before(tmp_path: Path) -> None:

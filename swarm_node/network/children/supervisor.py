@@ -105,8 +105,7 @@ class Child:
         if self._process is None and not self.last_words:
             return f"the {self.name} process is starting"
         wait = self._restart_at - time.monotonic()
-        reason = f" ({self.last_words[-1]})" if self.last_words else ""
-        return f"{self.name} process restarting" + (f" in {wait:.0f} s" if wait >= 1 else "") + reason
+        return f"{self.name} process restarting" + (f" in {wait:.0f} s" if wait >= 1 else "") + self._reason()
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Ask the process to stop, and end it and its process group when it takes longer than `timeout_s`. Idempotent."""
@@ -124,6 +123,11 @@ class Child:
             _end_group(process)
         self._thread.join(max(1.0, deadline - time.monotonic()))
 
+    def _reason(self) -> str:
+        """The last line that says something: the traceback of a group of errors ends with a frame around it."""
+        told = [line.lstrip(" |+-") for line in self.last_words if any(map(str.isalnum, line))]
+        return f" ({told[-1]})" if told else ""
+
     def _supervise(self) -> None:
         pause, longest, healthy = self._backoff
         while not self._closing.is_set():
@@ -134,8 +138,7 @@ class Child:
             pause = self._backoff[0] if time.monotonic() - born >= healthy else pause
             wait = pause * random.uniform(0.75, 1.25)
             self._restart_at = time.monotonic() + wait
-            reason = f" ({self.last_words[-1]})" if self.last_words else ""
-            log.warning("the %s process ended%s; it starts again in %.1f s", self.name, reason, wait)
+            log.warning("the %s process ended%s; it starts again in %.1f s", self.name, self._reason(), wait)
             for line in self.last_words:
                 QUIET.warning("%s | %s", self.name, line)
             self._closing.wait(wait)

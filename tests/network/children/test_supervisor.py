@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from swarm_node.logs import QUIET
 from swarm_node.network.children.frames import MAX_FRAME, Frame, FrameError, frame_length, pack_frame, read_frame, unpack_frame
 from swarm_node.network.children.supervisor import Child
 from tests.support.waiting import await_condition
@@ -29,6 +30,8 @@ connection.sendall(pack_frame("grandchild", grandchild.pid))
 while (frame := read_frame(connection)) is not None and frame[0] != "stop":
     if frame[0] == "crash":
         raise RuntimeError("the reason why")
+    if frame[0] == "crash together":
+        raise ExceptionGroup("at once", [RuntimeError("the reason why")])
     if frame[0] == "nonsense":
         connection.sendall(b"\\xff" * 100)
     if frame[0] != "deaf":
@@ -59,19 +62,23 @@ def test_frames_go_both_ways_and_the_opening_comes_first(tmp_path: Path, monkeyp
     assert frames[1:] == [["echo", "hello", 1], ["echo", "body", body, ["a", {"b": 1.5}]]]
 
 
+@pytest.mark.parametrize("crash", ["crash", "crash together"])
 def test_a_crash_is_shown_and_the_process_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, crash: str
 ) -> None:
     frames: list[Frame] = []
     with child(tmp_path, monkeypatch, frames.append) as supervised:
         await_condition(lambda: ["echo", "hello", 1] in frames, "the first life")
         first = supervised.pid
-        supervised.send("crash")
+        supervised.send(crash)
         await_condition(lambda: frames.count(["echo", "hello", 1]) == 2, "the second life gets its opening")
         assert supervised.restarts == 1
         assert supervised.pid != first
-        assert supervised.last_words[-1] == "RuntimeError: the reason why"
-        assert "echo | RuntimeError: the reason why" in caplog.text
+        assert any(line.endswith("RuntimeError: the reason why") for line in supervised.last_words)
+        assert "the echo process ended (RuntimeError: the reason why); it starts again" in caplog.text
+        told = [record for record in caplog.records if record.getMessage().startswith("echo | ")]
+        assert len(told) == len(supervised.last_words)
+        assert all(record.name.startswith(QUIET.name) for record in told), "a terminal is shown no traceback"
         assert supervised.trouble == ""
 
 
