@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -12,3 +15,8 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+def absolute(path: str) -> str:
+    """A path of an option as it reads from every folder, so that a saved one means the same wherever the node is started next."""
+    return str(Path(os.path.expanduser(path)).absolute())
