@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 from swarm_protocols.group import Finish
 
+from swarm_node.checkpoint import read_latest
 from swarm_node.config import Config
 from swarm_node.observe.metrics import EvalRow
-from swarm_node.policy.checkpoint import read_latest
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.prompts import Prompts
@@ -75,22 +75,8 @@ class Evaluation:
 
     def row(self, step: int, time: float) -> EvalRow:
         """As a row of the metrics file, measured after `step` optimiser steps."""
-        return EvalRow(
-            step=step,
-            time=time,
-            task=self.task,
-            split=self.split,
-            problems=self.problems,
-            samples=self.samples,
-            accuracy=self.accuracy,
-            standard_error=self.standard_error,
-            reward_mean=self.reward_mean,
-            length_mean=self.length_mean,
-            length_max=self.length_max,
-            truncated_share=self.truncated_share,
-            left_out=self.left_out,
-            seconds=self.seconds,
-        )
+        measured = {item.name: getattr(self, item.name) for item in fields(EvalRow) if item.name not in ("step", "time")}
+        return EvalRow(step=step, time=time, **measured)
 
 
 def evaluate(

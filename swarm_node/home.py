@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -74,13 +77,23 @@ class Home:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn what the disk refuses inside the block into a HomeError."""
+        try:
+            yield
+        except OSError as error:
+            raise HomeError(
+                f"{error.filename or self.path} cannot be written: {error.strerror}; choose another home with --home"
+            ) from error
+
     def close(self) -> None:
         """Let go of the folder; idempotent. Folders that `open` created and nobody put anything in disappear again."""
         if self._lock is None:
             return
-        if self._created and os.listdir(self.path) == [LOCK]:
-            (self.path / LOCK).unlink()
-            with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it
+        with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it; nor does it matter if one is gone
+            if self._created and os.listdir(self.path) == [LOCK]:
+                (self.path / LOCK).unlink()
                 for folder in reversed(self._created):
                     folder.rmdir()
         os.close(self._lock)
@@ -94,11 +107,17 @@ class Home:
 
 
 def holder(path: Path) -> int | None:
-    """The pid of the process that holds the home folder at `path`, 0 if it did not say, or None where nobody does."""
+    """The pid of the process that holds the home folder at `path`, 0 if it did not say, or None where nobody does.
+
+    Raises:
+        HomeError: the folder refuses to say.
+    """
     try:
         lock = os.open(path / LOCK, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise HomeError(f"the home folder {path} cannot be used: {error.strerror}; choose another with --home") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
@@ -142,10 +161,10 @@ def _take(path: Path) -> int:
 def _read_pid(path: Path) -> int:
     """The pid in the lock file, 0 where there is none."""
     try:
-        text = (path / LOCK).read_text().strip()
+        text = (path / LOCK).read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return 0
-    return int(text) if text.isdigit() else 0
+    return int(text) if re.fullmatch(r"\d{1,10}", text) else 0
 
 
 def _in_use(path: Path) -> str:

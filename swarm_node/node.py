@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,34 +18,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from swarm_protocols.codec import decode_group, encode_group
-from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemRef, hash_prompt
+from swarm_protocols.group import Completion, Group, PolicyTag, ProblemRef, hash_prompt
 from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.reject import Rejected
 
+from swarm_node.checkpoint import Checkpoint, CheckpointError
 from swarm_node.config import Config
 from swarm_node.control.decision import Cost, Decision, Observation
 from swarm_node.control.prompt_aware import prompt_feature
 from swarm_node.control.sagc import Controller
 from swarm_node.evaluation import Evaluation, evaluate
-from swarm_node.learning.batch import ScoredGroup
 from swarm_node.learning.distill import Distiller, DistillReport
 from swarm_node.learning.pool import Pool, PoolState
 from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import split_one_reward
+from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.trainer import Trainer
-from swarm_node.network.admission import FullAdmission
+from swarm_node.network.admission.halves import FullAdmission
 from swarm_node.network.gossip import Gossip
 from swarm_node.network.inbox import newest_of_each
 from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
-from swarm_node.policy.checkpoint import Checkpoint
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.prompts import Prompts
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
-from swarm_node.rollout.sparse import SparseEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
 
@@ -62,10 +62,6 @@ MAX_TRAINED_TOKENS = 8192
 
 ADAPTER = "rollout_adapter."
 """Before the names of the rollout adapter's tensors in a checkpoint."""
-
-
-class DistillError(ValueError):
-    """DistillSparse was asked for where it cannot run; the message says what to do."""
 
 
 class ResumeError(ValueError):
@@ -140,11 +136,12 @@ class Node:
         self.status = status or Status(clock)
         self.clock = clock
         self._noise_seed = node_seed(config.run.seed, peer_id)
-        self.engine: Engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
+        self.engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
         self.distiller = self._make_distiller()
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
-        self.trainer = Trainer(policy, config.learning)
+        # Dr. GRPO divides by the longest completion that there can be.
+        self.trainer = Trainer(policy, config.learning.model_copy(update={"constant_length": config.rollout.max_new_tokens}))
         self.context = policy.context or DEFAULT_LIMITS.tokens_per_completion
         self.admission = FullAdmission(
             config.admission,
@@ -159,8 +156,17 @@ class Node:
         """Arrived faster than they could be learned from: dropped before they cost anything."""
         self.steps = 0
         self._sequence = time.time_ns() if sequence is None else sequence
-        self._increments = Increments()
+        self._arrivals, self._refusals = Increments(), Increments()
         self._boundary = self._state()
+        self._updating = False
+
+    def _make_distiller(self) -> Distiller | None:
+        options = self.config.distill
+        if not options.enabled:
+            return None
+        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
+        self.engine.wear(adapter)
+        return Distiller(self.policy.model, adapter, options, self._noise_seed)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------
 
@@ -171,6 +177,11 @@ class Node:
             before_update: called before anything that a checkpoint holds changes, the weights first. Until then the step can be
                 abandoned by an exception and `checkpoint` still describes the step before; afterwards it must be left to finish.
         """
+
+        def update() -> None:
+            before_update()
+            self._updating = True
+
         began = time.perf_counter()
         self.status.enter(State.ROLLING_OUT, step=self.steps)
         problems, prompts = self.next_problems()
@@ -185,18 +196,15 @@ class Node:
         self.status.enter(State.LEARNING)
         for group in (*sampled.groups, *admitted):
             self.pool.add(group)
-        learned = self.trainer.step(self.draw(), before_update)
+        learned = self.trainer.step(self.draw(), update)
         if learned.dropped_for_memory:
             log.warning("%d foreign groups did not fit into memory and were left out", learned.dropped_for_memory)
-        before_update()  # the books of a step without an update must not be torn either
+        update()  # the books of a step without an update must not be torn either
         distilled = self.distill(sampled.groups)
         self.engine.policy_updated(self.steps + 1)
 
-        observed = self.controller.observe(
-            [[len(completion) for completion in group] for group in sampled.rollout.groups],
-            [[completion.finish is Finish.LENGTH for completion in group] for group in sampled.rollout.groups],
-            Cost(sampled.rollout.report.seconds, sampled.rollout.report.slot_idle_share),
-        )
+        rollout, report = sampled.rollout, sampled.rollout.report
+        observed = self.controller.observe(rollout.lengths, rollout.truncated, Cost(report.seconds, report.slot_idle_share))
         self.steps += 1
         gamma = self.config.control.gamma
         self.totals.straggler_sum = gamma * self.totals.straggler_sum + observed.rate
@@ -204,6 +212,7 @@ class Node:
         self.totals.own_groups_used += learned.own_groups
         self.totals.foreign_groups_used += learned.foreign_groups
         self._boundary = self._state()
+        self._updating = False
         self.gossip.progress(self.steps, self.policy.name)
         return self._row(sampled, observed, learned, distilled, len(admitted), time.perf_counter() - began)
 
@@ -277,15 +286,14 @@ class Node:
 
     def distill(self, groups: Sequence[ScoredGroup]) -> DistillReport | None:
         """Train the adapter that only rollouts wear, on the node's own completions; None when there is none or nothing is sparse."""
-        schedule = self.engine.schedule if isinstance(self.engine, SparseEngine) else None
-        if self.distiller is None or schedule is None:
+        if self.distiller is None or self.engine.schedule is None:
             return None
         samples = [
             (torch.from_numpy(group.prompt), torch.from_numpy(completion.tokens))
             for group in groups
             for completion in group.group.completions
         ]
-        return self.distiller.step(samples, schedule.budgets_at, self.config.rollout.temperature)
+        return self.distiller.step(samples, self.engine.schedule.budgets_at, self.config.rollout.temperature)
 
     def evaluate(self, split: Split) -> Evaluation:
         """Sampled accuracy on a split that is never trained on."""
@@ -318,19 +326,6 @@ class Node:
                 scores.append(None)
         return scores
 
-    def _make_distiller(self) -> Distiller | None:
-        options = self.config.distill
-        if not options.enabled:
-            return None
-        if not isinstance(self.engine, SparseEngine):
-            raise DistillError(
-                f"distill.enabled needs the sparse engine, and this node samples with {self.engine.name}: set distill.enabled=false, or "
-                "rollout.engine=sparse with a model that it knows"
-            )
-        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
-        self.engine.runner.adapter = adapter
-        return Distiller(self.policy.model, adapter, options, self._noise_seed)
-
     def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], sparse_budget: int) -> Group:
         self._sequence += 1
         tag = PolicyTag(
@@ -360,6 +355,18 @@ class Node:
         if self.distiller is not None:
             optimiser |= {f"{ADAPTER}{name}": tensor for name, tensor in self.distiller.state_dict().items()}
         return Checkpoint(step=self.steps, weights=weights, optimiser=optimiser, state=state, bodies=bodies)
+
+    def check_sound(self) -> None:
+        """Whether `checkpoint` describes the last complete step.
+
+        Raises:
+            CheckpointError: an update was left half done, or a weight is not finite.
+        """
+        if self._updating:
+            raise CheckpointError(f"the update after step {self.steps} was left half done")
+        for name, parameter in self.policy.trainable().items():
+            if not bool(parameter.isfinite().all()):
+                raise CheckpointError(f"{name} holds numbers that are not finite")
 
     def _state(self) -> tuple[dict[str, Any], list[bytes]]:
         pool = self.pool.state()
@@ -409,26 +416,33 @@ class Node:
 
     def rejections(self) -> dict[str, int]:
         """Reject reason -> count, of both halves of admission."""
-        counts = dict(self.admission.rejections)
-        for reason, count in self.gossip.report().rejections.items():
-            counts[reason] = counts.get(reason, 0) + count
-        return counts
+        return dict(Counter(self.admission.rejections) + Counter(self.gossip.report().rejections))
 
     def _row(
         self, sampled: Sampled, observed: Observation, learned: StepReport, distilled: DistillReport | None, admitted: int, seconds: float
     ) -> StepRow:
-        network = self.gossip.report()
-        lengths = np.array([len(completion) for group in sampled.rollout.groups for completion in group])
-        cut = np.array([completion.finish is Finish.LENGTH for group in sampled.rollout.groups for completion in group])
+        network, rollout = self.gossip.report(), sampled.rollout
         rewards = np.array([reward.value for reward in sampled.rewards] or [np.nan])
         correct = np.array([float(reward.correct) for reward in sampled.rewards] or [np.nan])
-        used = learned.own_groups + learned.foreign_groups
-        since = self._increments.of(
-            {"received": network.received, "dropped": network.dropped + self.groups_unread, "restarts": network.restarts}
-        )
-        refused = self._increments.of({f"rejected {reason}": count for reason, count in self.rejections().items()})
-        report, metrics = sampled.rollout.report, learned.metrics
-        return StepRow(
+        lengths = np.concatenate(rollout.lengths)
+        refused = self._refusals.of(self.rejections())
+        return StepRow.gather(
+            {
+                "decision": sampled.decision,
+                "rollout": rollout.report,
+                "learned": learned,
+                "metrics": learned.metrics,
+                "distilled": distilled,
+                "observed": observed,
+                "network": network,
+            },
+            **self._arrivals.of(
+                {
+                    "groups_received": network.received,
+                    "groups_dropped": network.dropped + self.groups_unread,
+                    "network_restarts": network.restarts,
+                }
+            ),
             step=self.steps,
             time=self.clock(),
             seconds=seconds,
@@ -437,51 +451,12 @@ class Node:
             accuracy=float(correct.mean()),
             length_mean=float(lengths.mean()),
             length_max=int(lengths.max()),
-            truncated_share=float(cut.mean()),
-            group_size=sampled.decision.size,
-            sagc_lambda=observed.multiplier,
+            truncated_share=float(np.concatenate(rollout.truncated).mean()),
             straggler_rate=self.totals.straggler_sum / self.totals.straggler_weight,
             straggler_target=self.config.control.delta,
             feasible=not observed.infeasible,
-            own_groups_used=learned.own_groups,
-            foreign_groups_used=learned.foreign_groups,
-            foreign_share=learned.foreign_groups / used if used else np.nan,
             pool_groups=len(self.pool),
-            kept_share=metrics.kept_share,
-            zero_variance_share=learned.zero_variance_share,
-            stepped=learned.stepped,
-            skipped=learned.skipped,
-            loss=learned.loss,
-            grad_norm=learned.grad_norm,
-            learning_rate=learned.learning_rate,
-            ratio_mean=metrics.ratio_mean,
-            ratio_max=metrics.ratio_max,
-            ratio_truncated_share=metrics.ratio_truncated_share,
-            clip_fraction=metrics.clip_fraction,
-            approx_kl=metrics.approx_kl,
-            approx_kl_sum=metrics.approx_kl_sum,
-            entropy=metrics.entropy,
-            rollout_tokens=report.tokens,
-            rollout_seconds=report.seconds,
-            rollout_tokens_per_second=report.tokens_per_second,
-            slot_idle_share=report.slot_idle_share,
-            straggler_seconds=report.straggler_seconds,
-            preemptions=report.preemptions,
-            sparse_share=report.sparse_share,
-            sparse_budget=report.largest_budget,
-            acceptance_p5=report.acceptance_p5,
-            schedule_change=report.schedule_change,
-            distill_loss=np.nan if distilled is None else distilled.loss,
-            distill_seconds=np.nan if distilled is None else distilled.seconds,
-            learning_tokens=learned.tokens,
-            learning_seconds=learned.seconds,
-            learning_tokens_per_second=learned.tokens_per_second,
-            peers=network.peers,
             groups_sent=len(sampled.groups),
-            groups_received=since.get("received", 0),
             groups_admitted=admitted,
-            groups_dropped=since.get("dropped", 0),
-            network_restarts=since.get("restarts", 0),
-            rejections={name.removeprefix("rejected "): count for name, count in refused.items()},
-            waiting_for=network.trouble,
+            rejections={reason: count for reason, count in refused.items() if count},
         )

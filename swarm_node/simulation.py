@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm_node.config import make_config
-from swarm_node.network.rules import AdmissionRules
-from swarm_node.network.simulated import RawPeer, SimulatedNetwork
-from swarm_node.network.weather import Link
+from swarm_node.network.admission.rules import AdmissionRules
+from swarm_node.network.simulated.network import SimulatedNetwork
+from swarm_node.network.simulated.peers import RawPeer
+from swarm_node.network.simulated.weather import Link
 from swarm_node.node import Node
 from swarm_node.observe.metrics import StepRow
 from swarm_node.policy.loading import load_policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm_node.cli.config import render_config
-from swarm_node.config import Config, ConfigError, Loaded, Setting, entries, find_line, load_config, parse_setting, save_config
+from swarm_node.config import Config, ConfigError, Loaded, Setting, entries, find_line, load_config, make_config, parse_setting, save_config
 
 
 @pytest.fixture
@@ -235,3 +235,27 @@ def test_lines_are_found_below_tables_dotted_keys_and_quotes(key: str, line: int
     text = 'swarm = "a"\n# temperature = 3\n[ rollout ] # sampled\n"temperature" = 1\n[run]\nseed = 1\n[pool]\nmax_groups=3\n'
     assert find_line(text, key) == line
     assert find_line("rollout.temperature = 3\nrollout.max_batch = 1\n", "rollout.max_batch") == 2
+
+
+def test_constants_are_no_options_and_an_old_file_that_sets_one_still_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[network]\nping_s = 3.0\nmax_peers = 7\n[learning]\nbeta1 = 0.5\n")
+    loaded = load_config(file)
+    assert (loaded.config.network.ping_s, loaded.config.network.max_peers, loaded.config.learning.beta1) == (10.0, 7, 0.9)
+    assert caplog.messages == [
+        f"{file}, line 2: network.ping_s is no option any more and is ignored",
+        f"{file}, line 5: learning.beta1 is no option any more and is ignored",
+    ]
+    with pytest.raises(ConfigError, match=r"--set network\.ping_s: this is a constant"):
+        load_config(settings=[parse_setting("network.ping_s=3.0")])
+    with pytest.raises(ConfigError, match=r"unknown option network\.pings") as caught:
+        load_config(settings=[parse_setting("network.pings=3.0")])
+    assert "ping_s" not in str(caught.value)
+    assert "network.ping_s" not in {entry.key for entry in entries(load_config())}
+    saved = tmp_path / "saved.toml"
+    save_config(saved, make_config({"network": {"ping_s": 3.0, "max_peers": 7}}))
+    assert tomllib.loads(saved.read_text()) == {"network": {"max_peers": 7}}
+
+
+def test_there_are_few_enough_options_to_read() -> None:
+    assert len(list(entries(load_config()))) <= 80

@@ -15,11 +15,11 @@ import torch
 from swarm_protocols.group import Completion, Finish
 
 from swarm_node import evaluation
+from swarm_node.checkpoint import Checkpoint, save_checkpoint
 from swarm_node.config import Config
 from swarm_node.evaluation import Evaluation, EvaluationError, evaluate, load_trained
-from swarm_node.policy.checkpoint import Checkpoint, save_checkpoint
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
+from swarm_node.rollout.engine import Engine, GroupRequest, Rollout, RolloutReport
 from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
 
@@ -36,11 +36,10 @@ class Parrot:
         return " ".join(map(str, tokens))
 
 
-class Scripted:
+class Scripted(Engine):
     """An engine that repeats its key: problem k gets completions of k + 1 tokens; the first of each group ends at the limit."""
 
     name = "scripted"
-    choices = ()
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []
@@ -65,6 +64,9 @@ class Scripted:
 
     def load_state(self, state: dict[str, object]) -> None:
         raise AssertionError("an evaluation restores nothing")
+
+    def _generate(self, *_: object) -> Rollout:
+        raise AssertionError("it answers in `generate`")
 
 
 class Multiples(Task):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +14,23 @@ import torch
 from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
+from swarm_node.checkpoint import Checkpoint, load_latest, save_checkpoint
+from swarm_node.control.decision import Decision, Observation
+from swarm_node.learning.distill import DistillReport
+from swarm_node.learning.report import StepReport
+from swarm_node.learning.scored import ScoredGroup
+from swarm_node.learning.statistics import LossMetrics
 from swarm_node.network.gossip import NetworkReport, Received
-from swarm_node.node import DistillError, Node, ResumeError
+from swarm_node.node import Node, ResumeError, Sampled
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
 from swarm_node.policy import catalogue
-from swarm_node.policy.checkpoint import Checkpoint, load_latest, save_checkpoint
-from swarm_node.rollout.schedule import Schedule, save_schedule
+from swarm_node.policy.rollout_adapter import AdapterError
+from swarm_node.rollout.engine import Rollout, RolloutReport
+from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
-from swarm_node.tasks.base import Problem, RewardError, Split, Task, TaskError
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
 MakeSwarm = Callable[..., Swarm]
 
@@ -150,7 +159,7 @@ def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwa
         np.testing.assert_equal([getattr(row, name) for row in after], [getattr(row, name) for row in rows[2:]])
 
     with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}  # type: ignore[dict-item]
-    with pytest.raises(DistillError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
+    with pytest.raises(AdapterError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
         alone(swarm, config=with_engine)
 
 
@@ -274,6 +283,81 @@ def test_another_lora_rank_is_refused_as_a_checkpoint_that_does_not_fit(swarm: M
     checkpoint.weights = {name: tensor[:1] for name, tensor in checkpoint.weights.items()}
     with pytest.raises(ResumeError, match="does not fit this configuration"):
         node.restore(checkpoint)
+
+
+ROW = (
+    "step time seconds reward_mean reward_std accuracy length_mean length_max truncated_share group_size sagc_lambda straggler_rate "
+    "straggler_target feasible own_groups_used foreign_groups_used foreign_share pool_groups kept_share zero_variance_share stepped "
+    "skipped loss grad_norm learning_rate ratio_mean ratio_max ratio_truncated_share clip_fraction approx_kl approx_kl_sum entropy "
+    "rollout_tokens rollout_seconds rollout_tokens_per_second slot_idle_share straggler_seconds preemptions sparse_share "
+    "sparse_budget acceptance_p5 schedule_change distill_loss distill_seconds learning_tokens learning_seconds "
+    "learning_tokens_per_second peers groups_sent groups_received groups_admitted groups_dropped network_restarts rejections "
+    "waiting_for"
+)
+"""The names in `metrics.jsonl` that files of every version have: they may be added to, and none may change."""
+
+
+def test_a_step_s_row_says_what_its_reports_say_under_the_names_that_files_have(swarm: MakeSwarm) -> None:
+    def completion(length: int, finish: Finish) -> Completion:
+        return Completion(np.zeros(length, np.int32), np.zeros(length, np.float32), finish)
+
+    node = alone(swarm)
+    node.step()
+    node.clock = lambda: 1234.5
+    node.gossip = deaf = Deaf()
+    deaf.report = lambda: NetworkReport(  # type: ignore[method-assign]
+        peers=7, received=30, dropped=4, restarts=2, rejections={"stale": 5, "replay": 0}, trouble="no peers yet"
+    )
+    node.groups_unread = 6
+    node.totals.straggler_sum, node.totals.straggler_weight = 0.75, 3.0
+    rollout = Rollout(
+        ((completion(3, Finish.STOP), completion(8, Finish.LENGTH)), (completion(1, Finish.STOP),)),
+        RolloutReport(
+            tokens=400, seconds=8.0, slot_idle_share=0.15, straggler_seconds=2.5, preemptions=9, sparse_share=0.35, largest_budget=61,
+            acceptance_p5=0.87, schedule_change="raised", prefill_tokens=1001, prefill_seconds=1002.0, decode_steps=1003,
+        ),
+    )  # fmt: skip
+    rewards = (Reward(1.0, True), Reward(0.5, True), Reward(0.0, False))
+    loss = LossMetrics(
+        kept_share=0.81, ratio_mean=1.02, ratio_max=1.9, ratio_truncated_share=0.03, clip_fraction=0.04, approx_kl=0.05, approx_kl_sum=0.06,
+        entropy=0.07, completions=1004, tokens=1005,
+    )  # fmt: skip
+    learned = StepReport(
+        step=1006, stepped=False, skipped="nothing to learn", loss=0.11, grad_norm=0.12, learning_rate=0.13, own_groups=3, foreign_groups=1,
+        zero_variance_groups=12, tokens=600, seconds=4.0, metrics=loss, foreign_metrics=LossMetrics(kept_share=1007.0, entropy=1008.0),
+    )  # fmt: skip
+    observed = Observation(
+        stragglers=1, groups=2, share=0.5, multiplier=0.45, infeasible=True, truncated_groups=0, censored_groups=0, counterfactual={}
+    )
+    group = ScoredGroup(*(None,) * 7)  # type: ignore[arg-type]  # only counted
+    sampled = Sampled((group, group), rewards, rollout, Decision(size=6, multiplier=1009.0, sampled={}, changed=True))
+    distilled = DistillReport(step=1010, loss=0.21, seconds=0.22)
+
+    row = node._row(sampled, observed, learned, distilled, admitted=2, seconds=33.0)
+    values = dataclasses.asdict(row)
+    assert list(values) == ROW.split()
+    assert values == {
+        "step": 1, "time": 1234.5, "seconds": 33.0,
+        "reward_mean": 0.5, "reward_std": pytest.approx((0.5 / 3) ** 0.5), "accuracy": pytest.approx(2 / 3),
+        "length_mean": 4.0, "length_max": 8, "truncated_share": pytest.approx(1 / 3),
+        "group_size": 6, "sagc_lambda": 0.45, "straggler_rate": 0.25, "straggler_target": node.config.control.delta, "feasible": False,
+        "own_groups_used": 3, "foreign_groups_used": 1, "foreign_share": 0.25, "pool_groups": len(node.pool),
+        "kept_share": 0.81, "zero_variance_share": 0.75,
+        "stepped": False, "skipped": "nothing to learn", "loss": 0.11, "grad_norm": 0.12, "learning_rate": 0.13,
+        "ratio_mean": 1.02, "ratio_max": 1.9, "ratio_truncated_share": 0.03, "clip_fraction": 0.04,
+        "approx_kl": 0.05, "approx_kl_sum": 0.06, "entropy": 0.07,
+        "rollout_tokens": 400, "rollout_seconds": 8.0, "rollout_tokens_per_second": 50.0,
+        "slot_idle_share": 0.15, "straggler_seconds": 2.5, "preemptions": 9,
+        "sparse_share": 0.35, "sparse_budget": 61, "acceptance_p5": 0.87, "schedule_change": "raised",
+        "distill_loss": 0.21, "distill_seconds": 0.22,
+        "learning_tokens": 600, "learning_seconds": 4.0, "learning_tokens_per_second": 150.0,
+        "peers": 7, "groups_sent": 2, "groups_received": 30, "groups_admitted": 2, "groups_dropped": 10, "network_restarts": 2,
+        "rejections": {"stale": 5}, "waiting_for": "no peers yet",
+    }  # fmt: skip
+
+    again = node._row(replace(sampled, rewards=()), observed, replace(learned, own_groups=0, foreign_groups=0), None, 0, 33.0)
+    assert (again.groups_received, again.groups_dropped, again.network_restarts, again.rejections) == (0, 0, 0, {})
+    assert np.isnan([again.reward_mean, again.accuracy, again.foreign_share, again.distill_loss, again.distill_seconds]).all()
 
 
 def copy_model(name: str, folder: Path) -> Path:

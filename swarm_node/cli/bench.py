@@ -15,7 +15,7 @@ from swarm_node.cli.places import JsonOption
 
 if TYPE_CHECKING:
     from swarm_node.policy.policy import Policy
-    from swarm_node.rollout.schedule import Schedule
+    from swarm_node.rollout.sparsity.schedule import Schedule
 
 ROLLOUT_EXAMPLE = "Example: swarm-node bench rollout --model smollm2-135m --quick"
 KERNELS_EXAMPLE = "Example: swarm-node bench kernels --shape 135m --context 8192"
@@ -64,9 +64,9 @@ def rollout(
     Same weights, prompts, lengths and threads, in turn in one call; prefill and decode apart; beside what memory reads allow and what the
     cost model predicts.
     """
-    from swarm_node.experiments.bench_plan import make_plan
-    from swarm_node.experiments.bench_report import case_table, notes, prefill_table, ratio_table, write_results
-    from swarm_node.experiments.bench_rollout import bench_rollout
+    from swarm_node.experiments.bench.plan import make_plan
+    from swarm_node.experiments.bench.report import case_table, notes, prefill_table, ratio_table, write_results
+    from swarm_node.experiments.bench.rollout import bench_rollout
 
     policy = _policy(model, random_shape, dtype, device)
     chosen, why = _schedule(schedule, budget, policy.name)
@@ -99,10 +99,10 @@ def kernels(
 ) -> None:
     """Time each kernel against the bytes that it has to move.
 
-    All layers of one decode step, and one pass of the vocabulary for the log-prob kernels, beside the floor that memory reads set in the
+    All layers of one decode step, and the learner's log-probs over the vocabulary, beside the floor that memory reads set in the
     same rounds.
     """
-    from swarm_node.experiments.bench_kernels import bench_kernels
+    from swarm_node.experiments.bench.kernels import bench_kernels
     from swarm_node.policy.hardware import DTYPES, choose_device
 
     place, _ = choose_device(device)
@@ -119,7 +119,7 @@ def kernels(
 
 
 def _policy(model: str, random_shape: str | None, dtype: Dtype, device: str) -> Policy:
-    from swarm_node.experiments.bench_shapes import random_policy
+    from swarm_node.experiments.bench.shapes import random_policy
     from swarm_node.policy.hardware import DTYPES, choose_device
     from swarm_node.policy.loading import load_policy
     from swarm_node.policy.options import ModelOptions
@@ -130,10 +130,9 @@ def _policy(model: str, random_shape: str | None, dtype: Dtype, device: str) -> 
 
 
 def _schedule(name: str, budget: int | None, model: str) -> tuple[Schedule | None, str]:
-    from swarm_node.experiments.bench_shapes import BenchError
-    from swarm_node.rollout.schedule import Schedule
-    from swarm_node.rollout.schedule_choice import choose_schedule
-    from swarm_node.rollout.sparsity_options import SparsityOptions
+    from swarm_node.experiments.bench.shapes import BenchError
+    from swarm_node.rollout.options import SparsityOptions
+    from swarm_node.rollout.sparsity.schedule import Schedule, choose_schedule
 
     if budget is None:
         chosen, why = choose_schedule(SparsityOptions(schedule=name, closed_loop=False), model)

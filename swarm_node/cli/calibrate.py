@@ -15,8 +15,8 @@ from swarm_node.cli.output import number, print_json, print_table
 from swarm_node.cli.places import HomeOption, JsonOption, SwarmOption, resolve_home
 
 if TYPE_CHECKING:
-    from swarm_node.rollout.calibration import Calibration, CalibrationOptions, Cell
-    from swarm_node.rollout.calibration_log import Place
+    from swarm_node.rollout.calibration.log import Place
+    from swarm_node.rollout.calibration.search import Calibration, CalibrationOptions, Cell
 
 EXAMPLE = "Example: swarm-node calibrate --model smollm2-135m --budgets 61,93,125,189 --context 4000"
 LOG, PAGE, RESULTS = "calibration.log", "calibration.html", "calibration.json"
@@ -61,15 +61,15 @@ def calibrate(
     """
     from json import dumps
 
-    from swarm_node.observe.acceptance_page import render_acceptance
+    from swarm_node.cli.calibrate_page import render_acceptance
     from swarm_node.observe.page import write_page
     from swarm_node.policy.loading import load_policy
     from swarm_node.policy.options import ModelOptions
-    from swarm_node.rollout.calibration import CalibrationOptions, calibrate, parse_budgets, plan
-    from swarm_node.rollout.calibration_prompts import SolvedProblems, TextWindows
+    from swarm_node.rollout.calibration.prompts import SolvedProblems, TextWindows
+    from swarm_node.rollout.calibration.search import CalibrationOptions, calibrate, parse_budgets, plan
     from swarm_node.rollout.options import RolloutOptions
-    from swarm_node.rollout.schedule import FILE, save_schedule
-    from swarm_node.rollout.sparse import SparseEngine
+    from swarm_node.rollout.paged.engine import SparseEngine
+    from swarm_node.rollout.sparsity.schedule import FILE, save_schedule
 
     pages = parse_budgets(budgets)
     policy = load_policy(ModelOptions(name=model, dtype=dtype.value, device=device))
@@ -103,7 +103,7 @@ def calibrate(
 
 
 def _print(result: Calibration) -> None:
-    from swarm_node.rollout.schedule import BIN_TOKENS, DENSE
+    from swarm_node.rollout.sparsity.schedule import BIN_TOKENS, DENSE
 
     def rows(cells: tuple[Cell, ...]) -> list[tuple[str, ...]]:
         return [
@@ -151,8 +151,8 @@ def _record(result: Calibration, options: CalibrationOptions, model: str) -> dic
 
 
 def _points(cells: tuple[Cell, ...], options: CalibrationOptions) -> list[Any]:
-    from swarm_node.observe.acceptance_page import Point
-    from swarm_node.rollout.schedule import BIN_TOKENS
+    from swarm_node.cli.calibrate_page import Point
+    from swarm_node.rollout.sparsity.schedule import BIN_TOKENS
 
     return [
         Point(

@@ -29,7 +29,7 @@ def sagc(
 
     Simulation with a known optimum, then real training of tiny-m. Interrupted, it goes on where it was: finished runs are kept.
     """
-    from swarm_node.experiments.sagc import reproduce
+    from swarm_node.experiments.sagc.study import reproduce
 
     folder = out.expanduser()
     results = reproduce(folder, quick=quick, workers=workers, say=lambda line: print(line, file=sys.stderr, flush=True))

@@ -48,7 +48,7 @@ def simulate(
             raise SimulateError(f"--set {setting.key}: write section.key=value, for example --set rollout.max_new_tokens=96")
         tables.setdefault(table, {})[name] = setting.value
 
-    from swarm_node.network.weather import Link
+    from swarm_node.network.simulated.weather import Link
     from swarm_node.simulation import NodeSpec, Swarm
 
     specs = []

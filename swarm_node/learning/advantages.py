@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm_node.learning.batch import ScoredGroup
+from swarm_node.learning.scored import ScoredGroup
 
 SAME_REWARD = 1e-6
 """Rewards that differ by no more than this are one reward: float noise must not be standardised into large advantages."""
@@ -29,7 +29,7 @@ def group_advantages(rewards: NDArray[np.float64], kind: Literal["center", "stan
         raise ValueError(f"a group needs at least 2 rewards to compare and has {len(rewards)}")
     if one_reward(rewards):
         return np.zeros(len(rewards))
-    centered = rewards - rewards.mean()
+    centered: NDArray[np.float64] = rewards - rewards.mean()
     return centered if kind == "center" else centered / (rewards.std(ddof=1) + STD_FLOOR)
 
 

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from swarm_node.learning.distill_options import DistillOptions
-from swarm_node.learning.divergence import token_divergences
 from swarm_node.learning.optimiser import Optimiser
-from swarm_node.learning.options import LearningOptions
-from swarm_node.policy.parts import head
+from swarm_node.learning.options import Direction, DistillOptions, LearningOptions
+from swarm_node.policy.parts import evaluating, head
 from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.policy.sparse_attention import completion_hidden, sparse_positions
 
@@ -167,14 +166,70 @@ def _decoded(prompt: Tensor, completion: Tensor) -> NDArray[np.int64]:
 @contextmanager
 def _only_the_adapter_learns(model: nn.Module) -> Iterator[None]:
     """The policy in evaluation mode and without gradients of its own; as it was when the context ends."""
-    training = model.training
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval()
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        model.train(training)
+
+
+def divergence(dense_logits: Tensor, sparse_logits: Tensor, direction: Direction, temperature: float = 1.0) -> Tensor:
+    """Kullback-Leibler divergence of each token between softmax(logits / temperature) of both sides, in nats.
+
+    With respect to the sparse logits the gradient of `forward`, KL(dense || sparse), is (p_sparse - p_dense) / temperature. The k3 estimate
+    on tokens sampled from the sparse side has that gradient in expectation, and noise besides.
+
+    dense_logits, sparse_logits: (T, V), of any floating type. Returns (T,) float32; gradients reach the sparse logits only.
+    """
+    dense, sparse = _both(dense_logits, sparse_logits, temperature)
+    first, second = (dense, sparse) if direction == "forward" else (sparse, dense)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def token_divergences(
+    project: Callable[[Tensor], Tensor],
+    dense_hidden: Tensor,
+    sparse_hidden: Tensor,
+    direction: Direction,
+    temperature: float = 1.0,
+    chunk_tokens: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """`divergence` and acceptance from hidden states, with logits of `chunk_tokens` positions at a time in both passes.
+
+    Args:
+        project: The LM head, (n, H) -> (n, V).
+        dense_hidden, sparse_hidden: (T, H), T >= 1.
+
+    Returns:
+        Divergences (T,) float32, differentiable in `sparse_hidden`, and acceptances (T,) float32 without gradient: the sum of
+        min(p_dense, p_sparse) over the vocabulary.
+    """
+
+    def chunk(dense_states: Tensor, sparse_states: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            dense_logits = project(dense_states)
+        sparse_logits = project(sparse_states)
+        with torch.no_grad():
+            dense, sparse = _both(dense_logits, sparse_logits, temperature)
+            accepted = torch.minimum(dense, sparse).exp_().sum(-1)
+            del dense, sparse
+        return divergence(dense_logits, sparse_logits, direction, temperature), accepted
+
+    parts = []
+    for states in zip(dense_hidden.detach().split(chunk_tokens), sparse_hidden.split(chunk_tokens), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(chunk, *states, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(chunk(*states))
+    divergences, acceptances = zip(*parts, strict=True)
+    return torch.cat(divergences), torch.cat(acceptances)
+
+
+def _both(dense_logits: Tensor, sparse_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both sides."""
+    dense = (dense_logits.detach().float() / temperature).log_softmax(-1)
+    return dense, (sparse_logits.float() / temperature).log_softmax(-1)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from swarm_protocols.group import Group
 
-from swarm_node.learning.batch import ScoredGroup
 from swarm_node.learning.options import PoolOptions
+from swarm_node.learning.scored import ScoredGroup
 
 
 @dataclass

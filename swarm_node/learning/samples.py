@@ -11,8 +11,8 @@ from swarm_protocols.group import Completion, Finish
 from torch import Tensor
 
 from swarm_node.learning.advantages import assemble, group_advantages, one_reward, overlong_penalty
-from swarm_node.learning.batch import ScoredGroup
 from swarm_node.learning.options import LearningOptions
+from swarm_node.learning.scored import ScoredGroup
 
 
 @dataclass(frozen=True, eq=False)

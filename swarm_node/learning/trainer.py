@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from swarm_node.learning.batch import ScoredGroup
-from swarm_node.learning.ftis import completion_weights, keep_mask, partial_loss, row_statistics
+from swarm_node.learning.ftis import Tokens, completion_weights, ftis_loss, keep_mask
 from swarm_node.learning.optimiser import Optimiser
 from swarm_node.learning.options import LearningOptions
 from swarm_node.learning.report import StepReport
 from swarm_node.learning.samples import Batch, Sample, micro_batches, prepare
+from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.statistics import LossMetrics, RowStatistics, summarise
 from swarm_node.policy.logprobs import completion_logprobs
 
@@ -44,7 +44,7 @@ def default_learning_rate(policy: LearnablePolicy) -> float:
     return (LORA_LEARNING_RATE if policy.lora else FULL_LEARNING_RATE) * (100 if small else 1)
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(ValueError):
     """Memory does not suffice for a single completion that this node made."""
 
 
@@ -199,34 +199,27 @@ class Trainer:
         self._optimiser.clear()
         samples = batch.samples
         parts = micro_batches([len(sample) for sample in samples], self._budget)
-        lengths = torch.tensor([len(sample.completion) for sample in samples])
-        sizes = torch.tensor(batch.group_sizes)
         keep = torch.ones(len(samples), dtype=torch.bool)
         if self.options.normalizer == "kept":
             # How many are kept is in everyone's denominator, so it must be known before the first backward.
             with torch.no_grad():
                 for rows in parts:
-                    chosen = [samples[row] for row in rows]
-                    truncated, gen, counts, advantages = _columns(chosen)
-                    keep[rows] = keep_mask(self._theta(chosen), gen, counts, advantages, self.options, truncated)
-        weights = completion_weights(lengths, sizes, self.options, keep, batch.counted_groups)
+                    keep[rows] = keep_mask(self._tokens([samples[row] for row in rows], old), self.options)
+        lengths = torch.tensor([len(sample.completion) for sample in samples])
+        weights = completion_weights(lengths, torch.tensor(batch.group_sizes), batch.counted_groups, keep, self.options)
         losses: list[float] = []
         statistics: list[RowStatistics] = []
         theta_of: dict[Sample, Tensor] = {}
         for rows in parts:
             chosen = [samples[row] for row in rows]
-            theta = self._theta(chosen)
-            seen = theta.detach()
-            truncated, gen, counts, advantages = _columns(chosen)
-            mask = keep[rows] if self.options.normalizer == "kept" else keep_mask(seen, gen, counts, advantages, self.options, truncated)
-            start = seen if old is None else torch.cat([old[sample] for sample in chosen])
-            if mask.any():
-                loss = partial_loss(theta, gen, start, counts, advantages, weights[rows], mask, self.options)
+            tokens = self._tokens(chosen, old)
+            loss, seen = ftis_loss(tokens, weights[rows], self.options)
+            if seen.keep.any():
                 loss.backward()
                 losses.append(float(loss.detach()))
                 self._optimiser.collect()
-            statistics.append(row_statistics(seen, gen, start, counts, advantages, mask, self.options))
-            theta_of.update(zip(chosen, seen.split(counts.tolist()), strict=True))
+            statistics.append(seen)
+            theta_of.update(zip(chosen, tokens.theta.detach().split(tokens.lengths.tolist()), strict=True))
         order = [row for rows in parts for row in rows]
         return _Pass(
             loss=math.fsum(losses),
@@ -236,22 +229,20 @@ class Trainer:
             micro_batches=len(parts),
         )
 
-    def _theta(self, samples: Sequence[Sample]) -> Tensor:
-        """The policy's log-probs of the samples' tokens, flat, on the CPU: the loss over them costs nothing beside the forward."""
+    def _tokens(self, samples: Sequence[Sample], old: Mapping[Sample, Tensor] | None) -> Tokens:
+        """What the loss reads of some samples, on the CPU: the loss costs nothing beside the forward."""
         pairs = [(sample.prompt, sample.completion) for sample in samples]
         with torch.autocast(self._policy.device.type, dtype=torch.bfloat16, enabled=self._autocast):
             parts = completion_logprobs(self._policy.model, pairs, temperature=[sample.temperature for sample in samples])
-        return torch.cat(parts).cpu()
-
-
-def _columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Truncated (C,), recorded log-probs (T,), lengths (C,) and advantages (C,) of some samples."""
-    return (
-        torch.tensor([sample.truncated for sample in samples]),
-        torch.cat([sample.gen for sample in samples]),
-        torch.tensor([len(sample.completion) for sample in samples]),
-        torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
-    )
+        theta = torch.cat(parts).cpu()
+        return Tokens(
+            theta=theta,
+            gen=torch.cat([sample.gen for sample in samples]),
+            old=theta.detach() if old is None else torch.cat([old[sample] for sample in samples]),
+            lengths=torch.tensor([len(sample.completion) for sample in samples]),
+            advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+            truncated=torch.tensor([sample.truncated for sample in samples]),
+        )
 
 
 def _without_group_of(batch: Batch, row: int) -> Batch:

@@ -1,4 +1,5 @@
-"""What the node needs from a network: publish a group's body, drain what peers sent. Real and simulated networks both do this."""
+"""What the node needs from a network: publish a group's body, drain what peers sent. Real and simulated networks both do this,
+and `Nobody` does for a node that trains alone."""
 
 from __future__ import annotations
 
@@ -64,3 +65,22 @@ class Gossip(Protocol):
 
     def close(self) -> None:
         """Leave the swarm and free processes and sockets; idempotent."""
+
+
+class Nobody:
+    """A `Gossip` without peers, sockets or cost."""
+
+    def publish(self, body: bytes) -> None:
+        """Nobody hears it."""
+
+    def drain(self) -> list[Received]:
+        return []
+
+    def progress(self, step: int, policy: str) -> None:
+        """Nobody asks."""
+
+    def report(self) -> NetworkReport:
+        return NetworkReport()
+
+    def close(self) -> None:
+        """Nothing is open."""

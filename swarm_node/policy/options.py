@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from swarm_node.options import Options, absolute
+from swarm_node.options import Options, absolute, constant
 from swarm_node.policy import catalogue
 
 
@@ -22,7 +22,7 @@ class ModelOptions(Options):
     """Rank of the adapters."""
     lora_alpha: int = Field(32, ge=1)
     """Scale of the adapters: their product is multiplied by alpha / rank."""
-    lora_seed: int = Field(0, ge=0)
+    lora_seed: int = constant(0, ge=0)
     """Seed of the adapters' initial values."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the model's weights; `auto` chooses by device, memory and what is trained, and says why. Adapters are always float32."""

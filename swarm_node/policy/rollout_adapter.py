@@ -20,7 +20,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class AdapterError(ValueError):
-    """The adapter does not fit the model, or the tensors do not fit the adapter. The message says which and what to do."""
+    """The adapter does not fit the model or the engine, or the tensors do not fit the adapter. The message says which and what to do."""
 
 
 @dataclass(eq=False)
@@ -72,10 +72,6 @@ class RolloutAdapter:
         self._forwards = [(site.linear.__dict__, _adapted(site, site.linear.forward, self._scale)) for site in self._sites.values()]
         self._copied = [site for site in self._sites.values() if site.a_now is not site.a]
         self._copied_versions = -1
-
-    @property
-    def is_active(self) -> bool:
-        return self._active
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Float32 parameters by name: the layer's path below the model's body, then `A`, (in, rank), or `B`, (rank, out)."""

@@ -1,7 +1,7 @@
 """What the sparse engine computes token by token, in one teacher-forced forward that gradients can flow through.
 
 Source: arXiv 2606.08446 (Sparrow). Prompt positions and the first layers are dense. For every other position, layer and KV head the pages
-are chosen as `swarm_kernels/selection/naive.py` says: by the group's mean query against the mean key of each page, besides the first page
+are chosen as `swarm_kernels/naive/selection.py` says: by the group's mean query against the mean key of each page, besides the first page
 and the last two. Choosing has no gradient; attending to what was chosen has. Layers with a sliding window that is shorter than the
 sequence stay dense within it, as in the engine.
 """

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from swarm_kernels.backend import choose_backend
-from swarm_kernels.portable import TorchKernels
+from swarm_kernels.choose import choose_backend
+from swarm_kernels.naive.backend import TorchKernels
 
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.closed_loop import ClosedLoop
 from swarm_node.rollout.engine import Engine
-from swarm_node.rollout.families import Unsupported
-from swarm_node.rollout.monitor import Monitor
-from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.options import RolloutOptions, SparsityOptions
+from swarm_node.rollout.paged.engine import SparseEngine
+from swarm_node.rollout.paged.families import Unsupported
 from swarm_node.rollout.reference import ReferenceEngine
-from swarm_node.rollout.schedule_choice import choose_schedule
-from swarm_node.rollout.sparse import SparseEngine
-from swarm_node.rollout.sparsity_options import SparsityOptions
+from swarm_node.rollout.sparsity.closed_loop import ClosedLoop
+from swarm_node.rollout.sparsity.monitor import Monitor
+from swarm_node.rollout.sparsity.schedule import choose_schedule
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
             what to do.
     """
     if options.engine == "vllm":
-        from swarm_node.rollout.vllm_engine import VllmEngine
+        from swarm_node.rollout.vllm.engine import VllmEngine
 
         return VllmEngine(policy, options)
     if options.engine == "sparse":
@@ -48,6 +47,14 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
             log.warning("%s: sampling with the reference engine, dense and several times slower", reason)
             return ReferenceEngine(policy, options, choice=f"engine reference: {reason}")
     return ReferenceEngine(policy, options)
+
+
+def check_engine(options: RolloutOptions) -> None:
+    """Whether what the engine needs is installed. Raises ValueError."""
+    if options.engine == "vllm":
+        from swarm_node.rollout.vllm.start import import_vllm
+
+        import_vllm()
 
 
 def _sparse(policy: Policy, options: RolloutOptions, sparsity: SparsityOptions, home: Path | None) -> SparseEngine:

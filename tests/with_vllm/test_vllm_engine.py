@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from policies import random_policy
 from swarm_protocols.group import Completion, Finish
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,8 +19,9 @@ from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import GroupRequest, Rollout
 from swarm_node.rollout.options import RolloutOptions
-from swarm_node.rollout.vllm_engine import StaleWeights, VllmEngine
-from swarm_node.rollout.vllm_start import VllmError
+from swarm_node.rollout.vllm.engine import StaleWeights, VllmEngine
+from swarm_node.rollout.vllm.start import VllmError
+from tests.support.policies import random_policy
 
 OPTIONS = RolloutOptions(engine="vllm", max_batch=16, cache_gib=0.25)
 
@@ -263,7 +263,7 @@ def test_another_model_than_the_policy_is_noticed_at_the_first_call(monkeypatch:
     policy = load("tiny-s")
     engine = start(policy)
     given = [(name, weight.detach() * (3 if "norm" in name else 1)) for name, weight in policy.model.named_parameters()]
-    monkeypatch.setattr("swarm_node.rollout.vllm_engine.merged_weights", lambda model: iter(given))
+    monkeypatch.setattr("swarm_node.rollout.vllm.engine.merged_weights", lambda model: iter(given))
     with pytest.raises(VllmError, match="another model than tiny-s"):
         generate(engine)
 

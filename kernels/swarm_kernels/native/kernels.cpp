@@ -1,4 +1,4 @@
-// The C interface of the CPU kernels, called through ctypes (native/library.py), which checks the arguments.
+// The C interface of the CPU kernels, called through ctypes (native/backend.py), which checks the arguments.
 // Teams of threads are formed here and nowhere else: what the headers define is called by every thread of a team.
 #include "append.h"
 #include "attention.h"
