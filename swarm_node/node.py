@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 
+SEQUENCE_GAP = 1 << 32
+"""Sequence numbers left out after a checkpoint: more than the lost steps after it can have used, 4 s of the clock."""
 JUDGED_PER_PLACE = 4
 """Groups of peers judged in a step for each place that a foreign group can have in its batch."""
 MAX_TRAINED_TOKENS = 8192
@@ -102,7 +104,9 @@ def check_resumable(state: Mapping[str, Any], policy: Policy) -> None:
         raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
     if (state["fingerprint"], state["lora"]) != (policy.fingerprint, policy.lora):
         made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
-        here = f"{policy.name} ({'LoRA' if policy.lora else 'full'})"
+        here = f"{policy.source or policy.name} ({'LoRA' if policy.lora else 'full'})"
+        if state["fingerprint"] != policy.fingerprint:
+            made_by, here = f"{made_by} with fingerprint {state['fingerprint']}", f"{here} with {policy.fingerprint}"
         raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
 
 
@@ -122,8 +126,8 @@ class Node:
         sequence: int | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds. `engine` samples; by
-        default the one that the configuration asks for."""
+        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds, and after `restore`
+        at least what the checkpoint's steps did not use. `engine` samples; by default the one that the configuration asks for."""
         self.config = config
         self.policy = policy
         self.task = task
@@ -368,7 +372,7 @@ class Node:
         pool = self.pool.state()
         state = {
             "version": STATE_VERSION,
-            "model": self.policy.name,
+            "model": self.policy.source or self.policy.name,
             "dtype": str(self.policy.dtype).removeprefix("torch."),
             "fingerprint": self.policy.fingerprint,
             "lora": self.policy.lora,
@@ -378,6 +382,7 @@ class Node:
             "trainer": self.trainer.scalars(),
             "engine": self.engine.state(),
             "totals": asdict(self.totals),
+            "sequence": self._sequence,
         }
         return state, pool.bodies
 
@@ -403,6 +408,7 @@ class Node:
         self.pool.restore(PoolState(checkpoint.bodies, state["pool"]), decode_group)
         self.totals = Totals(**state["totals"])
         self.steps = checkpoint.step
+        self._sequence = max(self._sequence, state.get("sequence", 0) + SEQUENCE_GAP)  # older versions saved none
         self.engine.policy_updated(self.steps)
         self._boundary = self._state()
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from swarm_node.config import make_config
 from swarm_node.network.admission.rules import AdmissionRules
-from swarm_node.network.simulated.network import RawPeer, SimulatedNetwork
+from swarm_node.network.simulated.network import SimulatedNetwork
+from swarm_node.network.simulated.peers import RawPeer
 from swarm_node.network.simulated.weather import Link
 from swarm_node.node import Node
 from swarm_node.observe.metrics import StepRow

@@ -182,6 +182,43 @@ def test_a_saved_configuration_holds_what_differs_and_nothing_of_one_start_only(
     assert tomllib.loads(file.read_text())["swarm"] == "ours", "a file that exists is the user's"
 
 
+def test_a_saved_configuration_names_the_same_files_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of the model, the task and the schedule; what only looks like a path, or is called like a folder that is there, stays."""
+    start = tmp_path / "start"
+    for folder in ("llama", "tiny-s", "auto"):
+        (start / "sub" / folder).mkdir(parents=True)
+        (start / folder).mkdir()
+    (start / "own.json").write_text("{}")
+    monkeypatch.chdir(start)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {
+        "model.name": ["./llama", "sub/../llama", "~/start/llama", "tiny-s", "auto", "owner/name", "./nowhere"],
+        "task.name": ["gsm8k:some.jsonl", "gsm8k:~/some.jsonl", "gsm8k", "chain-sum:3", "reasoning-gym:chain_sum?max_terms=3"],
+        "sparsity.schedule": ["own.json", "qwen3-1.7b@0.86", "dense", "auto"],
+    }
+    expected = {
+        "model.name": [f"{start}/llama", f"{start}/sub/../llama", f"{start}/llama", "tiny-s", "auto", "owner/name", "./nowhere"],
+        "task.name": [f"gsm8k:{start}/some.jsonl", f"gsm8k:{tmp_path}/some.jsonl", *given["task.name"][2:]],
+        "sparsity.schedule": [f"{start}/own.json", *given["sparsity.schedule"][1:]],
+    }
+    saved = tmp_path / "saved.toml"
+    for key, values in given.items():
+        table, _, name = key.partition(".")
+        for value, wanted in zip(values, expected[key], strict=True):
+            saved.unlink(missing_ok=True)
+            monkeypatch.chdir(start)
+            save_config(saved, load_config(settings=[Setting(key, value, "--set")]).config)
+            monkeypatch.chdir("/")
+            read = load_config(saved).config.model_dump()
+            assert read[table][name] == wanted
+
+
+def test_a_task_file_may_lie_deep(tmp_path: Path) -> None:
+    deep = f"gsm8k:/{'/'.join(['folder'] * 100)}/some.jsonl"
+    save_config(tmp_path / "saved.toml", load_config(settings=[Setting("task.name", deep, "--task")]).config)
+    assert load_config(tmp_path / "saved.toml").config.task.name == deep
+
+
 @pytest.mark.parametrize(
     ("key", "line"),
     [

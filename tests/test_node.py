@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
-from swarm_node.checkpoint import load_latest, save_checkpoint
+from swarm_node.checkpoint import Checkpoint, load_latest, save_checkpoint
 from swarm_node.control.decision import Decision, Observation
 from swarm_node.learning.distill import DistillReport
 from swarm_node.learning.report import StepReport
@@ -23,6 +24,7 @@ from swarm_node.network.gossip import NetworkReport, Received
 from swarm_node.node import Node, ResumeError, Sampled
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
+from swarm_node.policy import catalogue
 from swarm_node.policy.rollout_adapter import AdapterError
 from swarm_node.rollout.engine import Rollout, RolloutReport
 from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
@@ -47,6 +49,7 @@ class Deaf:
     def __init__(self) -> None:
         self.published: list[bytes] = []
         self.inbox: list[Received] = []
+        self.shown = ""
 
     def publish(self, body: bytes) -> None:
         self.published.append(body)
@@ -55,7 +58,8 @@ class Deaf:
         arrived, self.inbox = self.inbox, []
         return arrived
 
-    def progress(self, step: int, policy: str) -> None: ...
+    def progress(self, step: int, policy: str) -> None:
+        self.shown = policy
 
     def report(self) -> NetworkReport:
         return NetworkReport()
@@ -96,6 +100,32 @@ def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_pa
     assert torch.equal(weights(straight), weights(resumed))
     assert [row.reward_mean for row in after] == [row.reward_mean for row in rows[3:]]
     assert [row.group_size for row in after] == [row.group_size for row in rows[3:]]
+
+
+def test_sequence_numbers_go_on_above_the_checkpoints_whatever_the_clock_says(swarm: MakeSwarm) -> None:
+    """The first node's clock starts it at 9e18; it publishes two steps, of which the checkpoint holds one."""
+    node = alone(swarm)
+    node.gossip = deaf = Deaf()
+    node._sequence = 9 * 10**18
+    node.step()
+    checkpoint = node.checkpoint()
+    node.step()
+
+    def numbers_after(checkpoint: Checkpoint, clock: int) -> list[int]:
+        resumed = alone(swarm)
+        resumed.gossip = mesh = Deaf()
+        resumed._sequence = clock
+        resumed.restore(checkpoint)
+        resumed.step()
+        return [decode_group(body).sequence for body in mesh.published]
+
+    used = [decode_group(body).sequence for body in deaf.published]
+    assert min(numbers_after(checkpoint, clock=5)) > max(used)
+    ahead = 9 * 10**18 + 10**15
+    assert numbers_after(checkpoint, clock=ahead) == [ahead + 1, ahead + 2]
+
+    del checkpoint.state["sequence"]  # as versions before saved it
+    assert numbers_after(checkpoint, clock=ahead) == [ahead + 1, ahead + 2]
 
 
 def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwarm, tmp_path: Path) -> None:
@@ -328,3 +358,38 @@ def test_a_step_s_row_says_what_its_reports_say_under_the_names_that_files_have(
     again = node._row(replace(sampled, rewards=()), observed, replace(learned, own_groups=0, foreign_groups=0), None, 0, 33.0)
     assert (again.groups_received, again.groups_dropped, again.network_restarts, again.rejections) == (0, 0, 0, {})
     assert np.isnan([again.reward_mean, again.accuracy, again.foreign_share, again.distill_loss, again.distill_seconds]).all()
+
+
+def copy_model(name: str, folder: Path) -> Path:
+    shutil.copytree(catalogue.find(name).folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [("llama", "llama"), ("d" * 200, "d" * 128), ("ä" * 100, "ä" * 64), ("two\nlines", "two?lines"), ("\u202e!", "?!")],
+)
+def test_a_folders_name_travels_and_its_path_does_not(swarm: MakeSwarm, tmp_path: Path, folder: str, shown: str) -> None:
+    place = copy_model("tiny-s", tmp_path / ("deep" * 40) / folder)
+    node = alone(swarm, model=str(place))
+    node.gossip = deaf = Deaf()
+    node.step()
+    assert [decode_group(body).policy.model for body in deaf.published] == [shown, shown]
+    assert deaf.shown == shown
+    assert not any(b"deepdeep" in body for body in deaf.published)
+    assert node.checkpoint().state["model"] == str(place)
+
+
+def test_a_node_resumes_where_its_model_has_moved_and_not_with_another_of_the_same_name(swarm: MakeSwarm, tmp_path: Path) -> None:
+    node = alone(swarm, model=str(copy_model("tiny-s", tmp_path / "here" / "llama")))
+    node.step()
+    checkpoint = node.checkpoint()
+    moved = alone(swarm, model=str(copy_model("tiny-s", tmp_path / "there" / "llama")))
+    for named_as in (checkpoint.state["model"], "./llama", "llama"):  # versions before kept what the user had written
+        checkpoint.state["model"] = named_as
+        moved.restore(checkpoint)
+        assert torch.equal(weights(moved), weights(node))
+    other = alone(swarm, model=str(copy_model("tiny-m", tmp_path / "other" / "llama")))
+    fingerprints = f"{node.policy.fingerprint} and this run is {tmp_path}/other/llama .full. with {other.policy.fingerprint}"
+    with pytest.raises(ResumeError, match=rf"made by llama \(full\) with fingerprint {fingerprints}"):
+        other.restore(checkpoint)

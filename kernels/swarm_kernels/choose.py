@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_kernels.interface import DecodeStep, Kernels
+from swarm_kernels.interface import DecodeStep, Kernels, Selection
 from swarm_kernels.layout import PageLayout, allocate
 from swarm_kernels.naive import attention as naive
 from swarm_kernels.naive.backend import TorchKernels
@@ -69,8 +69,8 @@ def probe(kernels: Kernels, device: torch.device) -> None:
     slot = torch.tensor([6 * 16 + 3], dtype=torch.int64, device=device)
     step = DecodeStep(table, length, slot, scale=0.125, splits=2, budgets=budget, list_width=5)
     out = kernels.decode_layer(step, cache, query, keys, values, sparse=True)
-    pages = kernels.select_pages(query, cache, table, length, budget, 5)
-    expected, _ = naive.attend(query, cache, table, length, scale=0.125, pages=pages)
+    pages = kernels.select_pages(cache, Selection(query, table, length, budget, 5))
+    expected, _ = naive.attend(cache, step.attention(query, pages))
     error = float((out.float() - expected.float()).abs().max())
     if not error < TOLERANCE:
         raise ProbeError(f"the probe is off by {error:.3g}, more than {TOLERANCE}")

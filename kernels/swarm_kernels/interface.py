@@ -11,6 +11,75 @@ from torch import Tensor
 from swarm_kernels.layout import LayerCache
 
 
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """N tokens to be written into a layer's cache."""
+
+    keys: Tensor
+    """(N, KV heads, head size), not rotated yet."""
+    values: Tensor
+    slots: Tensor
+    """(N,) int64, physical page * page size + offset; -1 writes nothing (a padded row)."""
+    query: Tensor | None = None
+    """(N, query heads, head size), rotated in place when there are angles."""
+    cosines: Tensor | None = None
+    """(N, head size), both halves, of the keys' type; None leaves keys and query as they are."""
+    sines: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Which pages to choose among, for B sequences with one new token each."""
+
+    query: Tensor
+    """(B, query heads, head size), rotated."""
+    table: Tensor
+    """(B, M) int32, the physical page of each page of the sequence."""
+    lengths: Tensor
+    """(B,) int32, tokens of the sequence, the new one included."""
+    budgets: Tensor
+    """(B,) int32, pages besides the reserved three (the first and the last two)."""
+    width: int
+    """K, the pages of a list; at least 3, and it cuts larger budgets."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One new token of each of B sequences, over the cached tokens of chosen pages."""
+
+    query: Tensor
+    """(B, query heads, head size); query head i reads KV head i // group."""
+    table: Tensor
+    """(B, M) int32, the physical page of each page of the sequence."""
+    lengths: Tensor
+    """(B,) int32, tokens of the sequence, the new one included; its key and value are in the cache already."""
+    scale: float
+    """Factor of the scores."""
+    pages: Tensor | None = None
+    """(B, KV heads, K) int32, which pages of the sequence each KV head reads, -1 for none; None reads all (dense attention)."""
+    window: int = 0
+    """The last `window` tokens alone are visible; 0: all of them."""
+    splits: int | None = None
+    """As in `DecodeStep`."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptAttention:
+    """N consecutive tokens of several sequences in C chunks, one of a sequence each, over everything up to each token."""
+
+    query: Tensor
+    """(N, query heads, head size); query head i reads KV head i // group."""
+    table: Tensor
+    """(C, M) int32, the physical page of each page of each sequence."""
+    bounds: Tensor
+    """(C + 1,) int32 on the CPU, ascending from 0 to N: tokens [bounds[c], bounds[c + 1]) belong to chunk c."""
+    starts: Tensor
+    """(C,) int32 on the CPU, tokens of the sequence before its chunk; the keys and values of both are in the cache already."""
+    scale: float
+    window: int = 0
+    """The last `window` tokens alone are visible to a token; 0: all of them."""
+
+
 @dataclass(eq=False)
 class DecodeStep:
     """What all layers of one decode step share. B sequences, one new token each."""
@@ -34,6 +103,18 @@ class DecodeStep:
     """(B,) int32: pages that a sparse layer reads besides the reserved three; None: every layer is dense."""
     list_width: int = 0
     """Pages of the longest list: the largest budget + 3, at most M."""
+
+    def new_tokens(self, query: Tensor, keys: Tensor, values: Tensor) -> NewTokens:
+        """What one layer writes."""
+        return NewTokens(keys, values, self.slots, query, self.cosines, self.sines)
+
+    def selection(self, query: Tensor) -> Selection | None:
+        """What one sparse layer chooses; None: every layer is dense."""
+        return None if self.budgets is None else Selection(query, self.table, self.lengths, self.budgets, self.list_width)
+
+    def attention(self, query: Tensor, pages: Tensor | None = None, window: int = 0) -> Attention:
+        """What one layer attends to."""
+        return Attention(query, self.table, self.lengths, self.scale, pages, window, self.splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,40 +208,19 @@ class Stack(Protocol):
 
 
 class Kernels(Protocol):
-    """The kernels of one backend. Arguments are described in `naive/`; they are contiguous in their last dimension,
-    on one device, and query, keys and values have the type of the cache.
+    """The kernels of one backend. Tensors are contiguous in their last dimension, on one device, and query, keys and values have the type
+    of the cache.
     """
 
     name: str
 
-    def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        query: Tensor | None = None,
-        cosines: Tensor | None = None,
-        sines: Tensor | None = None,
-    ) -> None:
+    def append(self, cache: LayerCache, tokens: NewTokens) -> None:
         """Write new tokens, see `naive/append.py`."""
 
-    def select_pages(self, query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> Tensor:
+    def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
         """Choose the pages of a sparse step, see `naive/selection.py`."""
 
-    def attend(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        table: Tensor,
-        lengths: Tensor,
-        *,
-        scale: float,
-        pages: Tensor | None = None,
-        window: int = 0,
-        splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
         """Decode attention, see `naive/attention.py`."""
 
     def decode_layer(
@@ -171,9 +231,7 @@ class Kernels(Protocol):
         query (B, query heads, head size); keys, values (B, KV heads, head size). Returns (B, query heads, head size).
         """
 
-    def attend_prompts(
-        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
-    ) -> Tensor:
+    def attend_prompts(self, cache: LayerCache, attention: PromptAttention) -> Tensor:
         """Attention of prefill, see `naive/prompt.py`."""
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -193,18 +251,17 @@ class Kernels(Protocol):
         good for as long as the weights stay where they are; what is written into them is seen. Adapters are copied."""
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
-        """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `logprob/fused.py`."""
+        """Fold one piece of the vocabulary into the running maximum, sum and target logit of each row, see `naive/logprob.py`."""
 
     def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        """Write the gradient of one piece; `gradient` may be `logits`, see `logprob/fused.py`."""
+        """Write the gradient of one piece; `gradient` may be `logits`, see `naive/logprob.py`."""
 
 
 def compose_layer(
     kernels: Kernels, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, sparse: bool, window: int
 ) -> Tensor:
     """`decode_layer` out of the three kernels, for backends that have nothing faster."""
-    kernels.append(keys, values, step.slots, cache, query=query, cosines=step.cosines, sines=step.sines)
-    pages = None
-    if sparse and step.budgets is not None:
-        pages = kernels.select_pages(query, cache, step.table, step.lengths, step.budgets, step.list_width)
-    return kernels.attend(query, cache, step.table, step.lengths, scale=step.scale, pages=pages, window=window, splits=step.splits)[0]
+    kernels.append(cache, step.new_tokens(query, keys, values))
+    selection = step.selection(query) if sparse else None
+    pages = None if selection is None else kernels.select_pages(cache, selection)
+    return kernels.attend(cache, step.attention(query, pages, window))[0]

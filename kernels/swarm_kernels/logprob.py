@@ -6,54 +6,82 @@ in place and multiplies. Memory: one piece of logits, instead of the logits, the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from swarm_kernels.interface import Kernels
 
-CHUNK = 8192
-"""Columns of the vocabulary in one piece."""
+CHUNK = 4096
+"""Columns of the vocabulary in one piece: larger ones take memory and no less time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Hidden states (..., E) to logits (..., V), with what some families apply after the projection."""
+
+    weight: Tensor
+    """(V, E)"""
+    bias: Tensor | None = None
+    """(V,)"""
+    factor: float = 1.0
+    """Of the projection, above 0."""
+    cap: float | None = None
+    """The logits are cap * tanh(logits / cap)."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        out = linear(hidden, self.weight, self.bias)
+        if self.factor != 1.0:
+            out = out * self.factor
+        return out if self.cap is None else torch.tanh(out / self.cap) * self.cap
 
 
 def token_logprobs(
-    kernels: Kernels,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: Tensor | float = 1.0,
-    *,
-    bias: Tensor | None = None,
-    chunk: int = CHUNK,
+    kernels: Kernels, head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor | float = 1.0, *, chunk: int = CHUNK
 ) -> Tensor:
-    """log softmax((hidden weight^T + bias) / temperature)[target], float32, differentiable in hidden, weight and bias.
+    """log softmax(head(hidden) / temperature)[target], float32, differentiable in hidden, the head's weight and its bias.
 
-    hidden: (N, E); weight: (V, E); bias: (V,); targets: (N,) int64 in [0, V); temperature: a number or (N,), above 0. Returns (N,).
-    Logits are rounded to the type of `hidden`, as the model's own head rounds them.
+    hidden: (N, E); targets: (N,) int64 in [0, V); temperature: a number or (N,), above 0. Returns (N,). The projection is rounded to the
+    type of `hidden`, or to autocast's, as the model's own head rounds it.
     """
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(f"targets are {tuple(targets.shape)} {targets.dtype}; expected ({hidden.shape[0]},) int64")
-    sharpness = 1.0 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
+    sharpness = head.factor / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
     sharpness = sharpness.expand(hidden.shape[0]).contiguous()
-    result: Tensor = _TokenLogprobs.apply(hidden, weight, bias, targets.contiguous(), sharpness, kernels, chunk)
+    cap = None if head.cap is None else head.cap / head.factor
+    weight, bias = head.weight, head.bias
+    if torch.is_autocast_enabled(hidden.device.type):  # the backward pass is outside of it, and must see the same logits
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    result: Tensor = _TokenLogprobs.apply(hidden, weight, bias, targets.contiguous(), sharpness, cap, kernels, chunk)
     return result
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sharpness: Tensor, kernels: Kernels, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        sharpness: Tensor,
+        cap: float | None,
+        kernels: Kernels,
+        chunk: int,
     ) -> Tensor:
         rows = hidden.shape[0]
         top = torch.full((rows,), -torch.inf, device=hidden.device)
         mass, chosen = torch.zeros(rows, device=hidden.device), torch.zeros(rows, device=hidden.device)
         for start in range(0, weight.shape[0], chunk):
-            piece = slice(start, start + chunk)
-            kernels.logprob_forward(_logits(hidden, weight, bias, piece), targets - start, sharpness, top, mass, chosen)
+            logits = _logits(hidden, weight, bias, cap, slice(start, start + chunk))
+            kernels.logprob_forward(logits, targets - start, sharpness, top, mass, chosen)
         lse = top + mass.log()
         ctx.save_for_backward(hidden, weight, bias, targets, sharpness, lse)
-        ctx.kernels, ctx.chunk = kernels, chunk
+        ctx.cap, ctx.kernels, ctx.chunk = cap, kernels, chunk
         return chosen - lse
 
     @staticmethod
@@ -66,16 +94,19 @@ class _TokenLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
         for start in range(0, weight.shape[0], ctx.chunk):
             piece = slice(start, start + ctx.chunk)
-            logits = _logits(hidden, weight, bias, piece)
+            logits = _logits(hidden, weight, bias, ctx.cap, piece)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # of the cap
             ctx.kernels.logprob_backward(logits, targets - start, sharpness, lse, scale, logits)  # in place: `logits` is now its gradient
+            if slope is not None:
+                logits *= slope
             if d_hidden is not None:
                 d_hidden += logits @ weight[piece]
             if d_weight is not None:
                 torch.mm(logits.T, hidden, out=d_weight[piece])
             if d_bias is not None:
                 d_bias[piece] = logits.sum(dim=0)
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, piece: slice) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight[piece], None if bias is None else bias[piece])
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None, piece: slice) -> Tensor:
+    return Head(weight[piece], None if bias is None else bias[piece], cap=cap)(hidden)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from swarm_kernels.choose import choose_backend
-from swarm_kernels.interface import Kernels
+from swarm_kernels.interface import Attention, Kernels, Selection
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache, PageLayout, allocate, gather
 from swarm_kernels.naive.backend import TorchKernels
 from swarm_kernels.native.backend import NativeKernels
@@ -132,11 +132,11 @@ class StepData:
 
     def select(self, kernels: Kernels, cache: LayerCache) -> Tensor:
         """Page lists of one layer."""
-        return kernels.select_pages(self.query, cache, self.table, self.lengths, self.budgets, self.workload.list_width)
+        return kernels.select_pages(cache, Selection(self.query, self.table, self.lengths, self.budgets, self.workload.list_width))
 
     def attend(self, kernels: Kernels, cache: LayerCache, pages: Tensor | None = None) -> Tensor:
         """Attention of one layer."""
-        return kernels.attend(self.query, cache, self.table, self.lengths, scale=self.scale, pages=pages)[0]
+        return kernels.attend(cache, Attention(self.query, self.table, self.lengths, self.scale, pages))[0]
 
     def every_layer(self, run: Callable[[LayerCache], object]) -> Callable[[], None]:
         """`run` over all layers, one after the other, as a step does."""

@@ -99,7 +99,7 @@ def kernels(
 ) -> None:
     """Time each kernel against the bytes that it has to move.
 
-    All layers of one decode step, and one pass of the vocabulary for the log-prob kernels, beside the floor that memory reads set in the
+    All layers of one decode step, and the learner's log-probs over the vocabulary, beside the floor that memory reads set in the
     same rounds.
     """
     from swarm_node.experiments.bench.kernels import bench_kernels

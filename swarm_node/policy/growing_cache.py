@@ -46,7 +46,7 @@ class GrowingLayer(DynamicLayer):
 def growing_cache(config: PretrainedConfig) -> DynamicCache:
     """An empty cache for a model; layers with sliding windows or recurrent states stay transformers' own."""
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     return cache
 
 

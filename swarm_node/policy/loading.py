@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,17 +15,19 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, HTTPError
 from peft import LoraConfig, get_peft_model
+from swarm_protocols.limits import DEFAULT_LIMITS
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from swarm_node.policy import catalogue
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fetching import first_line, proxy_advice
 from swarm_node.policy.fingerprint import fingerprint_policy, fingerprint_tokenizer
 from swarm_node.policy.hardware import choose_device, choose_dtype, free_memory, training_bytes
 from swarm_node.policy.memory import move_to_huge_pages
-from swarm_node.policy.options import ModelError, ModelOptions
+from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.parts import head_width, rotary_limit, splits
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probe import batching_error, batching_tolerance
@@ -81,7 +84,8 @@ def load_policy(options: ModelOptions) -> Policy:
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
-        name=name,
+        name=_shown_name(source),
+        source=source.name,
         fingerprint=fingerprint_policy(config, tokenizer_fingerprint),
         tokenizer_fingerprint=tokenizer_fingerprint,
         stop_ids=stop_ids,
@@ -137,12 +141,19 @@ def _locate(name: str) -> _Source:
             raise ModelError(
                 f"folder {folder} holds no config.json: it is not a Hugging Face model folder (config, tokenizer, safetensors)."
             )
-        return _Source(name, str(folder))
+        return _Source(str(folder.absolute()), str(folder.absolute()))
     if name.count("/") == 1 and not name.startswith(("/", ".", "~")):
         offline = not _hub_answers(name)
         _refuse_adapter(name, name, offline)
         return _Source(name, name, on_hub=True, offline=offline)
     raise catalogue.unknown(name)
+
+
+def _shown_name(source: _Source) -> str:
+    """As it stands in every group: of a folder its own name, for the path is nobody else's business."""
+    name = os.path.basename(os.path.abspath(source.name)) if os.path.isabs(source.name) else source.name
+    printable = "".join(character if character.isprintable() else "?" for character in name) or "model"
+    return printable.encode()[: DEFAULT_LIMITS.text_bytes].decode(errors="ignore")
 
 
 def _hub_answers(repository: str) -> bool:

@@ -1,12 +1,13 @@
-"""Dense log-probs of completions: one forward of the body, then LM head and log-softmax in chunks."""
+"""Dense log-probs of completions: one forward of the body, then LM head and log-softmax by pieces of the vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from swarm_kernels.choose import choose_backend
+from swarm_kernels.logprob import token_logprobs
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from swarm_node.policy.parts import body, head
 
@@ -16,18 +17,17 @@ def completion_logprobs(
     sequences: Sequence[tuple[Tensor, Tensor]],
     *,
     temperature: Sequence[float] | float = 1.0,
-    chunk_tokens: int = 1024,
 ) -> list[Tensor]:
     """Log-probabilities of completion tokens under softmax(logits / temperature) over the whole vocabulary.
 
     Sequences are padded on the right and the causal mask alone keeps the padding out: nothing that follows a position can reach it.
-    Logits exist for `chunk_tokens` positions at a time only; with gradients each chunk is recomputed in the backward pass.
+    Logits exist for a piece of the vocabulary at a time only, and with gradients once more in the backward pass
+    (`swarm_kernels.logprob`).
 
     Args:
         model: A causal language model, perhaps wrapped by peft.
         sequences: Pairs (prompt (P,), completion (T,)) of integer token ids, P >= 1 and T >= 1, on any device.
         temperature: One for all, or one a sequence.
-        chunk_tokens: Completion tokens whose logits may exist at once.
 
     Returns:
         One float32 tensor (T,) a sequence, in nats, on the model's device; differentiable unless gradients are off.
@@ -56,22 +56,9 @@ def completion_logprobs(
     positions = torch.cat([row * (width - 1) + torch.arange(p - 1, p - 1 + t) for row, (p, t) in enumerate(lengths)])
     targets = following.flatten()[positions].to(device)
     counts = torch.tensor([after for _, after in lengths])
-    scale = torch.tensor(temperatures, dtype=torch.float32).repeat_interleave(counts).reciprocal().to(device)
+    degrees = torch.tensor(temperatures, dtype=torch.float32).repeat_interleave(counts).to(device)
 
     hidden = body(model)(input_ids=inputs.to(device), use_cache=False).last_hidden_state
     hidden = hidden.flatten(0, 1)[positions.to(device)]
-    project = head(model)
-
-    def chunk(states: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
-        logits = project(states).float() * inverse_temperature[:, None]
-        return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(1)
-
-    parts = []
-    for start in range(0, len(targets), chunk_tokens):
-        piece = slice(start, start + chunk_tokens)
-        arguments = hidden[piece], targets[piece], scale[piece]
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(chunk(*arguments))
-    return list(torch.cat(parts).split(counts.tolist()))
+    logprobs = token_logprobs(choose_backend(device).kernels, head(model), hidden, targets, degrees)
+    return list(logprobs.split(counts.tolist()))

@@ -1,12 +1,15 @@
-"""Options of the policy: which model a node trains, how it is held, and the error that says why it cannot be."""
+"""Options of the policy: which model a node trains, and how it is held."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from swarm_node.options import Options, constant
+from swarm_node.policy import catalogue
 
 
 class ModelOptions(Options):
@@ -27,6 +30,9 @@ class ModelOptions(Options):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?)$")
     """Where the model lives: `cpu`, `cuda`, `cuda:1`, `mps`, `xpu`, or `auto`: an accelerator that works, else the CPU."""
 
-
-class ModelError(ValueError):
-    """The model cannot be had or held as asked: unknown, not pulled, damaged, too large. The message says what to do."""
+    @field_validator("name")
+    @classmethod
+    def _make_absolute(cls, name: str) -> str:
+        """A folder means the same wherever the node is started next."""
+        folder = os.path.expanduser(name)
+        return str(Path(folder).absolute()) if name not in ("auto", *catalogue.names()) and os.path.isdir(folder) else name

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from swarm_kernels.logprob import Head
+from torch import nn
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -23,22 +24,13 @@ def body(model: nn.Module) -> nn.Module:
     return inner
 
 
-def head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function from hidden states (..., hidden) to logits (..., vocabulary), with what some families apply after the projection:
-    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Gemma 2 caps with a tanh."""
+def head(model: nn.Module) -> Head:
+    """The LM head over its weights as they lie now: Granite divides logits by `logits_scaling`, Cohere multiplies them by `logit_scale`,
+    Gemma 2 caps them."""
     inner = unwrap(model)
-    projection = inner.get_output_embeddings()
-    divisor: float = getattr(inner.config, "logits_scaling", None) or 1.0
-    factor: float = (getattr(inner.config, "logit_scale", None) or 1.0) / divisor
-    cap: float | None = getattr(inner.config, "final_logit_softcapping", None)
-
-    def logits(hidden: Tensor) -> Tensor:
-        out: Tensor = projection(hidden)
-        if factor != 1.0:
-            out = out * factor
-        return out if cap is None else torch.tanh(out / cap) * cap
-
-    return logits
+    projection, config = inner.get_output_embeddings(), inner.config
+    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(projection.weight, projection.bias, factor, getattr(config, "final_logit_softcapping", None))
 
 
 def head_width(model: nn.Module) -> int:

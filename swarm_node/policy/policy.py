@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fetching import first_line
-from swarm_node.policy.options import ModelError
 from swarm_node.policy.parts import rotary_limit, unwrap
 
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -30,7 +30,8 @@ class Policy:
     """A transformers causal language model, wrapped by peft when `lora`."""
     tokenizer: PreTrainedTokenizerBase
     name: str
-    """As the user named it; for `auto` the model that was chosen."""
+    """What peers are shown: a named model or hub id as the user gave it, of a folder its own name, of `auto` what was chosen. Printable and
+    within the wire's limit for texts."""
     fingerprint: str
     """16 hex digits over the architecture's configuration and the tokenizer's fingerprint; not over the weights, which change."""
     tokenizer_fingerprint: str
@@ -43,6 +44,8 @@ class Policy:
     dtype: torch.dtype
     """Of the model's weights; adapters are float32."""
     lora: bool
+    source: str = ""
+    """What `load_policy` loads it from again; a folder's absolute path, which stays on this machine. Empty where nothing can."""
     choices: tuple[str, ...] = ()
     """Sentences that say what was chosen (model, dtype, device) and why."""
 

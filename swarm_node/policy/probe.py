@@ -57,4 +57,5 @@ def batching_tolerance(dtype: torch.dtype) -> float:
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
     centred = expected - expected.mean(-1, keepdim=True)
-    return ((found - expected).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-30)).median()
+    ratios: Tensor = (found - expected).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-30)
+    return ratios.median()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from swarm_node.options import Options, constant
 
@@ -41,3 +43,10 @@ class SparsityOptions(Options):
     """Measure acceptance while training and move the schedule to hold the threshold; otherwise the schedule stays as it was chosen."""
     observed_completions: int = constant(1, ge=1, le=64)
     """Completions of a step that are rescored densely for that; each costs one forward pass."""
+
+    @field_validator("schedule")
+    @classmethod
+    def _make_absolute(cls, schedule: str) -> str:
+        """A file means the same wherever the node is started next."""
+        file = os.path.expanduser(schedule)
+        return str(Path(file).absolute()) if schedule not in ("auto", "dense") and os.path.isfile(file) else schedule

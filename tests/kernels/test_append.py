@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from swarm_kernels.interface import DecodeStep, Kernels
+from swarm_kernels.interface import DecodeStep, Kernels, NewTokens, Selection
 from swarm_kernels.layout import LayerCache, PageLayout, allocate, copy_pages, gather
 from swarm_kernels.naive import append as naive
 from swarm_kernels.naive.attention import attend
@@ -49,7 +49,7 @@ def test_equals_naive(kernels: Kernels, dtype: torch.dtype, page_size: int, head
         keys, values, query, cosines, sines = new_tokens(5, dtype, head_size)
         query = query.clone()
         cache = filled_cache(dtype, page_size, head_size)
-        run(keys, values, slots, cache, query=query, **({"cosines": cosines, "sines": sines} if rotary else {}))
+        run(cache, NewTokens(keys, values, slots, query, *((cosines, sines) if rotary else ())))
         results.append((cache.keys, cache.values, cache.centroids, query))
     bound = 1e-6 if dtype == torch.float32 else 0  # products fuse with sums in float32; in the short types every rounding is the same
     for ours, reference in zip(results[1][:2] + results[1][3:], results[0][:2] + results[0][3:], strict=True):
@@ -61,7 +61,7 @@ def test_a_centroid_is_the_mean_of_its_page_and_only_complete_pages_get_one(kern
     cache = filled_cache(torch.float32)
     before = cache.centroids.clone()
     keys = torch.arange(17.0)[:, None, None].expand(17, 2, 64).contiguous()
-    kernels.append(keys, keys, torch.arange(17) + 16, cache)
+    kernels.append(cache, NewTokens(keys, keys, torch.arange(17) + 16))
     assert torch.equal(cache.centroids[1], torch.full((2, 64), 7.5))
     assert torch.equal(cache.centroids[2], before[2])
 
@@ -81,9 +81,9 @@ def test_a_decode_layer_equals_append_select_attend(kernels: Kernels, dtype: tor
         step = step or DecodeStep(case.table, case.lengths, slots, case.scale, splits, cosines, sines, budgets, list_width=7)
         query, other = query + layer, query + layer
         out = kernels.decode_layer(step, case.cache, query, keys, values, sparse=sparse, window=0 if layer else 50)
-        naive.append(keys, values, slots, reference, query=other, cosines=cosines, sines=sines)
-        pages = select_pages(other, reference, case.table, case.lengths, budgets, 7) if sparse else None
-        expected = attend(other, reference, case.table, case.lengths, scale=case.scale, pages=pages, window=0 if layer else 50)
+        naive.append(reference, NewTokens(keys, values, slots, other, cosines, sines))
+        pages = select_pages(reference, Selection(other, case.table, case.lengths, budgets, 7)) if sparse else None
+        expected = attend(reference, case.attention(query=other, pages=pages, window=0 if layer else 50))
         assert_same((out, expected[1]), expected)
         torch.testing.assert_close(query, other, atol=1e-6, rtol=0)
         for part, other_part in ((case.cache.keys, reference.keys), (case.cache.values, reference.values)):

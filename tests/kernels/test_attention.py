@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_kernels.interface import Kernels
+from swarm_kernels.interface import Attention, Kernels
 from swarm_kernels.layout import LayerCache, PageLayout, allocate
 from swarm_kernels.naive import attention as naive
 from swarm_kernels.naive.backend import TorchKernels
@@ -38,13 +38,11 @@ def test_dense_and_sparse_equal_naive_for_all_groups_and_splits(
     for group in (1, 2, 3, 4, 8):
         case = make_case(group=group, head_size=head_size, page_size=page_size, dtype=dtype)
         lists = random_lists(case, width=11)
-        dense = naive.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale)
-        sparse = naive.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, pages=lists)
+        dense = naive.attend(case.cache, case.attention())
+        sparse = naive.attend(case.cache, case.attention(pages=lists))
         for splits in range(1, 9):
-            assert_same(native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=splits), dense)
-            assert_same(
-                native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, pages=lists, splits=splits), sparse
-            )
+            assert_same(native.attend(case.cache, case.attention(splits=splits)), dense)
+            assert_same(native.attend(case.cache, case.attention(pages=lists, splits=splits)), sparse)
 
 
 @pytest.mark.slow
@@ -57,17 +55,16 @@ def test_older_processors_get_the_same_result(march: str, needs: str) -> None:
     kernels = NativeKernels(march)
     for dtype, head_size, group in itertools.product(DTYPES, (32, 64, 96, 128), (1, 3, 8)):
         case = make_case(group=group, head_size=head_size, dtype=dtype)
-        expected = naive.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale)
-        assert_same(kernels.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=3), expected)
+        expected = naive.attend(case.cache, case.attention())
+        assert_same(kernels.attend(case.cache, case.attention(splits=3)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_both_backends_equal_naive_with_lists_windows_and_splits(kernels: Kernels, dtype: torch.dtype) -> None:
     case = make_case(group=3, dtype=dtype)
     for pages, window, splits in itertools.product((None, random_lists(case, width=7)), (0, 1, 20, 40), (None, 3)):
-        arguments = (case.query, case.cache, case.table, case.lengths)
-        expected = naive.attend(*arguments, scale=case.scale, pages=pages, window=window)
-        assert_same(kernels.attend(*arguments, scale=case.scale, pages=pages, window=window, splits=splits), expected)
+        expected = naive.attend(case.cache, case.attention(pages=pages, window=window))
+        assert_same(kernels.attend(case.cache, case.attention(pages=pages, window=window, splits=splits)), expected)
 
 
 def test_a_hand_computed_pair_of_tokens(kernels: Kernels) -> None:
@@ -79,7 +76,7 @@ def test_a_hand_computed_pair_of_tokens(kernels: Kernels) -> None:
     case.cache.keys[page, 0, 1, 0] = math.log(3)
     case.cache.values[page, 0, 0] = 1
     case.cache.values[page, 0, 1] = 5
-    out, lse = kernels.attend(case.query, case.cache, case.table, case.lengths, scale=1.0)
+    out, lse = kernels.attend(case.cache, case.attention(scale=1.0))
     torch.testing.assert_close(out, torch.full_like(out, 0.25 * 1 + 0.75 * 5))
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(1 + 3)))
 
@@ -88,8 +85,8 @@ def test_a_full_list_equals_dense(kernels: Kernels) -> None:
     case = make_case(dtype=torch.bfloat16)
     count = -(-LENGTHS[-1] // 16)
     everything = torch.arange(count, dtype=torch.int32).expand(len(LENGTHS), 2, -1)
-    dense = kernels.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=1)
-    listed = kernels.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=1, pages=everything)
+    dense = kernels.attend(case.cache, case.attention(splits=1))
+    listed = kernels.attend(case.cache, case.attention(splits=1, pages=everything))
     assert torch.equal(dense[0], listed[0])
     assert torch.equal(dense[1], listed[1])
 
@@ -98,7 +95,7 @@ def test_nothing_to_read_gives_zero_and_minus_infinity(kernels: Kernels) -> None
     case = make_case(lengths=(17, 40))
     empty = torch.full((2, 2, 4), -1, dtype=torch.int32)
     for lengths, pages in ((case.lengths, empty), (torch.zeros_like(case.lengths), None)):
-        out, lse = kernels.attend(case.query, case.cache, case.table, lengths, scale=case.scale, pages=pages, splits=2)
+        out, lse = kernels.attend(case.cache, case.attention(lengths=lengths, pages=pages, splits=2))
         assert torch.equal(out, torch.zeros_like(out))
         assert torch.equal(lse, torch.full_like(lse, -math.inf))
 
@@ -106,18 +103,18 @@ def test_nothing_to_read_gives_zero_and_minus_infinity(kernels: Kernels) -> None
 def test_large_scores_neither_overflow_nor_lose_the_winner(kernels: Kernels) -> None:
     case = make_case(lengths=(40,), group=1)
     case.query.mul_(1e4)
-    expected = naive.attend(case.query, case.cache, case.table, case.lengths, scale=1.0)
-    out, lse = kernels.attend(case.query, case.cache, case.table, case.lengths, scale=1.0, splits=3)
+    expected = naive.attend(case.cache, case.attention(scale=1.0))
+    out, lse = kernels.attend(case.cache, case.attention(scale=1.0, splits=3))
     torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected[1], rtol=1e-6, atol=0)
 
 
 def test_with_fixed_splits_a_sequence_does_not_feel_its_neighbours(native: Kernels) -> None:
     case = make_case(group=3, dtype=torch.bfloat16)
-    together = native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=4)
+    together = native.attend(case.cache, case.attention(splits=4))
     for b in range(len(LENGTHS)):
         one = slice(b, b + 1)
-        alone = native.attend(case.query[one], case.cache, case.table[one], case.lengths[one], scale=case.scale, splits=4)
+        alone = native.attend(case.cache, Attention(case.query[one], case.table[one], case.lengths[one], case.scale, splits=4))
         assert torch.equal(alone[0], together[0][one])
         assert torch.equal(alone[1], together[1][one])
 
@@ -125,11 +122,11 @@ def test_with_fixed_splits_a_sequence_does_not_feel_its_neighbours(native: Kerne
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_no_bit(native: Kernels, threads: int) -> None:
     case = make_case(group=2, dtype=torch.float16)
-    expected = native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=4)
+    expected = native.attend(case.cache, case.attention(splits=4))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        actual = native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, splits=4)
+        actual = native.attend(case.cache, case.attention(splits=4))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(actual[0], expected[0])
@@ -140,8 +137,8 @@ def test_strided_queries_are_read_as_they_lie(native: Kernels) -> None:
     case = make_case(group=2)
     fused = torch.randn(len(LENGTHS), 12, 64)
     fused[:, 3:7] = case.query
-    expected = native.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale)
-    actual = native.attend(fused[:, 3:7], case.cache, case.table, case.lengths, scale=case.scale)
+    expected = native.attend(case.cache, case.attention())
+    actual = native.attend(case.cache, case.attention(query=fused[:, 3:7]))
     assert torch.equal(actual[0], expected[0])
 
 
@@ -157,8 +154,8 @@ def test_offsets_past_two_to_the_31_elements(kernels: Kernels) -> None:
         pages[far[0, index], 0, 1] = case.cache.values[case.table[0, index], 0]
     assert int(far.max()) * cache.keys.stride(0) > 2**31
     assert_same(
-        kernels.attend(case.query, cache, far, case.lengths, scale=case.scale, splits=2),
-        naive.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale),
+        kernels.attend(cache, case.attention(table=far, splits=2)),
+        naive.attend(case.cache, case.attention()),
     )
 
 
@@ -176,9 +173,8 @@ def test_offsets_past_two_to_the_31_elements(kernels: Kernels) -> None:
 )
 def test_a_wrong_shape_is_refused_before_memory_is_read(kernels: Kernels, change: dict[str, object], message: str) -> None:
     case = make_case()
-    arguments: dict[str, object] = {"query": case.query, "table": case.table, "lengths": case.lengths, "scale": 1.0} | change
     with pytest.raises(ValueError, match=message):
-        kernels.attend(cache=case.cache, **arguments)  # type: ignore[arg-type]
+        kernels.attend(case.cache, case.attention(**change))
 
 
 def test_how_a_list_is_cut_does_not_depend_on_its_padding() -> None:
@@ -192,5 +188,5 @@ def test_how_a_list_is_cut_does_not_depend_on_its_padding() -> None:
     padded = torch.nn.functional.pad(pages, (0, 20), value=-1)
     length = torch.tensor([64 * 16], dtype=torch.int32)
     kernels = NativeKernels()
-    outs = [kernels.attend(query, cache, table, length, scale=0.3, pages=part, splits=2)[0] for part in (pages, padded)]
+    outs = [kernels.attend(cache, Attention(query, table, length, 0.3, part, splits=2))[0] for part in (pages, padded)]
     assert torch.equal(*outs)

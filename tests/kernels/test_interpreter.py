@@ -37,11 +37,10 @@ if not INTERPRETED:
 
 else:
     from swarm_kernels.gpu.backend import TritonKernels
+    from swarm_kernels.interface import Attention, NewTokens, Selection
     from swarm_kernels.layout import LayerCache
-    from swarm_kernels.logprob import token_logprobs
     from swarm_kernels.naive import append as naive_append
     from swarm_kernels.naive import attention as naive
-    from swarm_kernels.naive import logprob as naive_logprob
     from swarm_kernels.naive import selection as naive_selection
 
     KERNELS = TritonKernels()
@@ -75,10 +74,9 @@ else:
 
     def compare(lengths: tuple[int, ...], group: int, size: int, page: int, dtype: torch.dtype, splits: int) -> None:
         case = make_case(lengths=lengths, group=group, head_size=size, page_size=page, dtype=dtype, kv_heads=2)
-        arguments = (case.query, case.cache, case.table, case.lengths)
         for pages in (None, random_lists(case, width=5)):
-            expected = naive.attend(*arguments, scale=case.scale, pages=pages)
-            assert_same(KERNELS.attend(*arguments, scale=case.scale, pages=pages, splits=splits), expected)
+            expected = naive.attend(case.cache, case.attention(pages=pages))
+            assert_same(KERNELS.attend(case.cache, case.attention(pages=pages, splits=splits)), expected)
 
     @pytest.mark.parametrize("shape", COVER, ids=str)
     def test_attention(shape: tuple[tuple[int, ...], int, int, int, torch.dtype, int]) -> None:
@@ -91,11 +89,10 @@ else:
 
     def test_windows_and_a_full_list() -> None:
         case = make_case(lengths=(17, 70), group=2)
-        arguments = (case.query, case.cache, case.table, case.lengths)
-        expected = naive.attend(*arguments, scale=case.scale, window=20)
-        assert_same(KERNELS.attend(*arguments, scale=case.scale, window=20, splits=2), expected)
+        expected = naive.attend(case.cache, case.attention(window=20))
+        assert_same(KERNELS.attend(case.cache, case.attention(window=20, splits=2)), expected)
         everything = torch.arange(5, dtype=torch.int32).expand(2, 2, -1)
-        dense, full = (KERNELS.attend(*arguments, scale=case.scale, splits=1, pages=pages) for pages in (None, everything))
+        dense, full = (KERNELS.attend(case.cache, case.attention(splits=1, pages=pages)) for pages in (None, everything))
         assert torch.equal(dense[0], full[0])
         assert torch.equal(dense[1], full[1])
 
@@ -103,18 +100,18 @@ else:
         """Of the lists, of the page table, and by rows of no sequence: a recorded step is padded in all three ways."""
         case = make_case(lengths=(300, 700), group=3)
         budgets = torch.tensor([9, 20], dtype=torch.int32)
-        lists = KERNELS.select_pages(case.query, case.cache, case.table, case.lengths, budgets, 23)
+        lists = KERNELS.select_pages(case.cache, case.selection(budgets, 23))
         query, table, lengths, more = (
             torch.cat([part, torch.zeros_like(part[:1])]) for part in (case.query, case.table, case.lengths, budgets)
         )
         wide = torch.nn.functional.pad(table, (0, 30), value=10**9)
-        padded = KERNELS.select_pages(query, case.cache, wide, lengths, more, 40)
+        padded = KERNELS.select_pages(case.cache, Selection(query, wide, lengths, more, 40))
         assert torch.equal(padded[:2, :, :23], lists)
         assert (padded[:2, :, 23:] == -1).all()
         assert (padded[2] == -1).all()
         for pages, padded_pages in ((None, None), (lists, padded)):
-            out = KERNELS.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale, pages=pages, splits=3)
-            padded_out = KERNELS.attend(query, case.cache, wide, lengths, scale=case.scale, pages=padded_pages, splits=3)
+            out = KERNELS.attend(case.cache, case.attention(pages=pages, splits=3))
+            padded_out = KERNELS.attend(case.cache, Attention(query, wide, lengths, case.scale, padded_pages, splits=3))
             for part, padded_part in zip(out, padded_out, strict=True):
                 assert torch.equal(padded_part[:2], part)
             assert torch.equal(padded_out[0][2], torch.zeros_like(padded_out[0][2]))
@@ -123,7 +120,7 @@ else:
         case = make_case(lengths=(17, 40))
         empty = torch.full((2, 2, 8), -1, dtype=torch.int32)
         for splits in (1, 2):
-            out, lse = KERNELS.attend(case.query, case.cache, case.table, case.lengths, scale=1.0, pages=empty, splits=splits)
+            out, lse = KERNELS.attend(case.cache, case.attention(scale=1.0, pages=empty, splits=splits))
             assert torch.equal(out, torch.zeros_like(out))
             assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
@@ -136,22 +133,22 @@ else:
         far = torch.tensor([[last, 0, last - 1]], dtype=torch.int32)
         slots = far[0].long().repeat_interleave(16) * 16 + torch.arange(16).repeat(3)
         keys, values = (part[case.table[0, :3].long(), 0].reshape(48, 1, 64)[:33] for part in (case.cache.keys, case.cache.values))
-        KERNELS.append(keys.contiguous(), values.contiguous(), slots[:33], cache)
-        actual = KERNELS.attend(case.query, cache, far, case.lengths, scale=case.scale, splits=2)
-        assert_same(actual, naive.attend(case.query, case.cache, case.table, case.lengths, scale=case.scale))
+        KERNELS.append(cache, NewTokens(keys.contiguous(), values.contiguous(), slots[:33]))
+        actual = KERNELS.attend(cache, case.attention(table=far, splits=2))
+        assert_same(actual, naive.attend(case.cache, case.attention()))
 
     @pytest.mark.parametrize(("size", "page", "dtype", "group"), [(64, 16, F32, 3), (96, 32, BF16, 2), (128, 16, F16, 8)])
     def test_selection(size: int, page: int, dtype: torch.dtype, group: int) -> None:
         case = make_case(lengths=(1, 15, 17, 97, 1025), group=group, head_size=size, page_size=page, dtype=dtype)
         for budget, width in ((0, 3), (2, 5), (30, 20)):
             budgets = torch.tensor([0, 1, budget, budget, budget], dtype=torch.int32)
-            arguments = (case.query, case.cache, case.table, case.lengths, budgets, width)
-            assert torch.equal(KERNELS.select_pages(*arguments), naive_selection.select_pages(*arguments))
+            selection = case.selection(budgets, width)
+            assert torch.equal(KERNELS.select_pages(case.cache, selection), naive_selection.select_pages(case.cache, selection))
 
     def test_of_equal_scores_the_earlier_page_is_kept() -> None:
         case = make_case(lengths=(16 * 9,), kv_heads=1)
         case.cache.centroids.fill_(-0.25)
-        lists = KERNELS.select_pages(case.query, case.cache, case.table, case.lengths, torch.tensor([3], dtype=torch.int32), 6)
+        lists = KERNELS.select_pages(case.cache, case.selection([3], 6))
         assert lists[0, 0].tolist() == [0, 1, 2, 3, 7, 8]
 
     @pytest.mark.parametrize("dtype", [F32, F16])
@@ -162,27 +159,12 @@ else:
         generator = torch.Generator().manual_seed(1)
         query, keys, values = (torch.randn(5, heads, size, generator=generator).to(dtype) for heads in (6, 2, 2))
         angles = torch.rand(5, size // 2, generator=generator).repeat(1, 2)
-        extra = {"cosines": angles.cos().to(dtype), "sines": angles.sin().to(dtype)} if rotary else {}
+        extra = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary else ()
         results = []
         for run in (naive_append.append, KERNELS.append):
             pages = torch.randn(4, 2, 2, page, size, generator=torch.Generator().manual_seed(2)).to(dtype)
             cache, rotated = LayerCache(pages[:, :, 0], pages[:, :, 1], torch.zeros(4, 2, size, dtype=dtype)), query.clone()
-            run(keys, values, slots, cache, query=rotated, **extra)
+            run(cache, NewTokens(keys, values, slots, rotated, *extra))
             results.append((pages, cache.centroids, rotated))
         for ours, reference in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(ours, reference, atol=2e-6, rtol=1e-3 if dtype == F16 else 1e-6)
-
-    def test_logprobs_and_their_gradients() -> None:
-        generator = torch.Generator().manual_seed(0)
-        hidden, weight = (
-            torch.randn(3, 8, generator=generator, requires_grad=True),
-            torch.randn(70, 8, generator=generator, requires_grad=True),
-        )
-        targets, temperature = torch.tensor([0, 69, 33]), torch.tensor([0.5, 1.0, 2.0])
-        incoming = torch.tensor([1.0, -2.0, 0.5])
-        ours = token_logprobs(KERNELS, hidden, weight, targets, temperature, chunk=32)
-        reference = naive_logprob.token_logprobs(hidden @ weight.T, targets, temperature)
-        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
-        expected = torch.autograd.grad(reference, (hidden, weight), incoming)
-        for actual, wanted in zip(torch.autograd.grad(ours, (hidden, weight), incoming), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from swarm_kernels.interface import Kernels
+from swarm_kernels.interface import Attention, Kernels, PromptAttention
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.naive import attention as naive
 from swarm_kernels.naive.backend import TorchKernels
@@ -25,7 +28,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 def one_by_one(query: Tensor, cache: LayerCache, table: Tensor, chunks: list[tuple[int, int]], scale: float, window: int) -> Tensor:
     rows = torch.cat([row.expand(length - start, -1) for (start, length), row in zip(chunks, table, strict=True)])
     lengths = torch.cat([torch.arange(start + 1, length + 1) for start, length in chunks]).int()
-    return naive.attend(query, cache, rows, lengths, scale=scale, window=window)[0]
+    return naive.attend(cache, Attention(query, rows, lengths, scale, window=window))[0]
 
 
 # (tokens before a chunk, tokens after it): whole prompts around the sizes of tiles and blocks, and later chunks of longer ones.
@@ -56,7 +59,7 @@ def test_every_token_sees_what_it_would_see_alone(
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
     starts = torch.tensor([start for start, _ in chunks], dtype=torch.int32)
     query = torch.randn(int(counts.sum()), 2 * group, head_size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    actual = kernels.attend_prompts(query, case.cache, case.table, bounds, starts, scale=case.scale, window=window)
+    actual = kernels.attend_prompts(case.cache, PromptAttention(query, case.table, bounds, starts, case.scale, window))
     expected = one_by_one(query, case.cache, case.table, chunks, case.scale, window)
     absolute, relative = TOLERANCE[dtype]
     torch.testing.assert_close(actual, expected, atol=absolute, rtol=relative)
@@ -71,7 +74,7 @@ def test_sharp_scores_pick_one_value() -> None:
             case.cache.keys[case.table[0, token // 16], h, token % 16] = order[token]
     query = torch.full((200, 2, 64), 8.0, dtype=BF16)
     bounds, starts = torch.tensor([0, 200], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
-    actual = NativeKernels().attend_prompts(query, case.cache, case.table, bounds, starts, scale=1.0)
+    actual = NativeKernels().attend_prompts(case.cache, PromptAttention(query, case.table, bounds, starts, 1.0))
     torch.testing.assert_close(actual, one_by_one(query, case.cache, case.table, [(0, 200)], 1.0, 0), atol=1e-2, rtol=2e-2)
 
 
@@ -83,7 +86,7 @@ def test_strided_queries_and_the_number_of_threads_change_nothing() -> None:
     try:
         for threads, query in ((1, wide[:, 1:7]), (3, wide[:, 1:7].contiguous())):
             torch.set_num_threads(threads)
-            outs.append(kernels.attend_prompts(query, case.cache, case.table, bounds, starts, scale=case.scale))
+            outs.append(kernels.attend_prompts(case.cache, PromptAttention(query, case.table, bounds, starts, case.scale)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*outs)
@@ -102,14 +105,9 @@ def test_strided_queries_and_the_number_of_threads_change_nothing() -> None:
         ({"query": torch.zeros(6, 5, 64)}, "5 query heads over 2 KV heads"),
     ],
 )
-def test_a_wrong_shape_is_refused_before_memory_is_read(kernels: Kernels, change: dict[str, object], message: str) -> None:
+def test_a_wrong_shape_is_refused_before_memory_is_read(kernels: Kernels, change: dict[str, Any], message: str) -> None:
     case = make_case(lengths=(48,))
-    arguments: dict[str, object] = {
-        "query": torch.zeros(6, 4, 64),
-        "table": case.table,
-        "bounds": torch.tensor([0, 6], dtype=torch.int32),
-        "starts": torch.tensor([42], dtype=torch.int32),
-        "scale": 1.0,
-    } | change
+    bounds, starts = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([42], dtype=torch.int32)
+    attention = PromptAttention(torch.zeros(6, 4, 64), case.table, bounds, starts, scale=1.0)
     with pytest.raises(ValueError, match=message):
-        kernels.attend_prompts(cache=case.cache, **arguments)  # type: ignore[arg-type]
+        kernels.attend_prompts(case.cache, replace(attention, **change))

@@ -28,8 +28,8 @@ def test_equals_naive_for_all_groups_and_budgets(kernels: Kernels, dtype: torch.
         for budget, width in ((0, 3), (3, 6), (40, 43), (100, 103)):
             budgets = torch.full((len(LENGTHS),), budget, dtype=torch.int32)
             budgets[-1] += 2  # the width cuts what a sequence of a larger budget may read
-            arguments = (case.query, case.cache, case.table, case.lengths, budgets, width)
-            assert torch.equal(kernels.select_pages(*arguments), naive.select_pages(*arguments))
+            selection = case.selection(budgets, width)
+            assert torch.equal(kernels.select_pages(case.cache, selection), naive.select_pages(case.cache, selection))
 
 
 def test_reserved_pages_and_the_best_others_in_ascending_order(kernels: Kernels) -> None:
@@ -40,20 +40,20 @@ def test_reserved_pages_and_the_best_others_in_ascending_order(kernels: Kernels)
     for page, score in scores.items():
         case.cache.centroids[case.table[0, page], 0] = torch.nn.functional.one_hot(torch.tensor(0), 32) * score
     for budget, expected in ((0, [0, 6, 7]), (1, [0, 3, 6, 7]), (3, [0, 1, 3, 5, 6, 7]), (5, list(range(8))), (9, list(range(8)))):
-        lists = kernels.select_pages(case.query, case.cache, case.table, case.lengths, torch.tensor([budget], dtype=torch.int32), 12)
+        lists = kernels.select_pages(case.cache, case.selection([budget], 12))
         assert lists[0, 0].tolist() == expected + [-1] * (12 - len(expected))
 
 
 def test_of_equal_scores_the_earlier_page_is_kept(kernels: Kernels) -> None:
     case = make_case(lengths=(16 * 9,), kv_heads=1)
     case.cache.centroids.fill_(0.25)
-    lists = kernels.select_pages(case.query, case.cache, case.table, case.lengths, torch.tensor([3], dtype=torch.int32), 6)
+    lists = kernels.select_pages(case.cache, case.selection([3], 6))
     assert lists[0, 0].tolist() == [0, 1, 2, 3, 7, 8]
 
 
 def test_budgets_differ_between_sequences(kernels: Kernels) -> None:
     case = make_case(lengths=(400, 400), kv_heads=1)
-    lists = kernels.select_pages(case.query, case.cache, case.table, case.lengths, torch.tensor([2, 6], dtype=torch.int32), 9)
+    lists = kernels.select_pages(case.cache, case.selection([2, 6], 9))
     assert (lists[0, 0] >= 0).sum() == 5
     assert (lists[1, 0] >= 0).sum() == 9
 
@@ -61,4 +61,4 @@ def test_budgets_differ_between_sequences(kernels: Kernels) -> None:
 def test_a_list_without_room_for_the_reserved_pages_is_refused(kernels: Kernels) -> None:
     case = make_case()
     with pytest.raises(ValueError, match="reserved"):
-        kernels.select_pages(case.query, case.cache, case.table, case.lengths, torch.zeros(5, dtype=torch.int32), 2)
+        kernels.select_pages(case.cache, case.selection([0] * 5, 2))

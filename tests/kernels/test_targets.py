@@ -14,8 +14,7 @@ import torch
 import triton
 from swarm_kernels.gpu.append import append_tokens, write_centroids
 from swarm_kernels.gpu.attention import attend_split, merge_splits
-from swarm_kernels.gpu.backend import ATTEND_STAGES, ATTEND_WARPS, BLOCK_TOKENS, LOGPROB_BLOCK, SCORE_BLOCK
-from swarm_kernels.gpu.logprob import logprob_backward, logprob_forward
+from swarm_kernels.gpu.backend import ATTEND_STAGES, ATTEND_WARPS, BLOCK_TOKENS, SCORE_BLOCK
 from swarm_kernels.gpu.selection import keep_best, score_pages
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -29,11 +28,10 @@ INDEX_POINTERS = {
     "budgets": "*i32",
     "lists": "*i32",
     "slots": "*i64",
-    "targets": "*i64",
 }
-FLOAT_POINTERS = ("lse", "sums", "stats", "scores", "sharpness", "top", "mass", "chosen", "scale")
+FLOAT_POINTERS = ("lse", "sums", "stats", "scores")
 SCALARS = {"scale_log2": "fp32"}
-INTEGERS = re.compile(r"window|list_width|width|splits|columns|.*_(sequence|head|stride|page|token)$")
+INTEGERS = re.compile(r"window|list_width|width|splits|.*_(sequence|head|stride|page|token)$")
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,8 +70,6 @@ COVER = [
     Configuration("keep best of 2048", keep_best, {"PAGE": 16, "RESERVED": 3, "PADDED": 2048}, 4),
     Configuration("append D128", append_tokens, {"KV_HEADS": 8, "HEAD": 128, "HEAD_PADDED": 128, "PAGE": 16, "ROTATE": True}, 1),
     Configuration("centroids D128", write_centroids, {"HEAD": 128, "HEAD_PADDED": 128, "PAGE": 32}, 1),
-    Configuration("logprob forward", logprob_forward, {"BLOCK": LOGPROB_BLOCK}, 8),
-    Configuration("logprob backward", logprob_backward, {"BLOCK": LOGPROB_BLOCK}, 8),
 ]
 GRID = [
     attention(head, page, 8, dtype, listed, whole)

@@ -15,8 +15,8 @@ import pytest
 
 from swarm_node.policy import catalogue, fetching
 from swarm_node.policy.catalogue import find, list_models, pull
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fetching import Fetch, FetchError, Progress, convert_gguf, from_hub, from_pypi
-from swarm_node.policy.options import ModelError
 
 NAME = "smollm2-135m"
 

@@ -14,9 +14,10 @@ import torch
 from pydantic import ValidationError
 
 from swarm_node.policy import catalogue, hardware, loading
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.hardware import choose_device, choose_dtype
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.options import ModelError, ModelOptions
+from swarm_node.policy.options import ModelOptions
 from tests.support.policies import random_policy, save_model_folder
 
 

@@ -1,16 +1,18 @@
-"""Dense log-probs: chunked equals naive, padded equals unpadded, in value and in gradient."""
+"""Dense log-probs: by pieces of the vocabulary as from whole logits, padded as unpadded, in value and in gradient."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from swarm_kernels.logprob import CHUNK
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from swarm_node.policy.loading import _add_adapters
 from swarm_node.policy.logprobs import completion_logprobs
 from swarm_node.policy.options import ModelOptions
-from swarm_node.policy.parts import head_width, splits
+from swarm_node.policy.parts import head, head_width, splits
 from tests.support.policies import random_model
 
 LENGTHS = [(5, 7), (9, 1), (1, 20), (30, 3)]
@@ -34,10 +36,9 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 1024])
-def test_a_padded_batch_in_chunks_equals_each_sequence_alone(chunk_tokens: int) -> None:
+def test_a_padded_batch_equals_each_sequence_alone() -> None:
     model = random_model()
-    result = completion_logprobs(model, sequences(), temperature=TEMPERATURES, chunk_tokens=chunk_tokens)
+    result = completion_logprobs(model, sequences(), temperature=TEMPERATURES)
     assert [len(part) for part in result] == [t for _, t in LENGTHS]
     for (prompt, completion), temperature, logprobs in zip(sequences(), TEMPERATURES, result, strict=True):
         assert logprobs.dtype == torch.float32
@@ -54,8 +55,8 @@ def test_gradients_equal_those_of_the_naive_loss(lora: bool) -> None:
                 if "lora_B" in name:
                     parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     weights = [torch.randn(t, generator=torch.Generator().manual_seed(t)) for _, t in LENGTHS]
-    chunked = completion_logprobs(model, sequences(), temperature=TEMPERATURES, chunk_tokens=5)
-    found = gradients(model, sum((w * part).sum() for w, part in zip(weights, chunked, strict=True)))
+    together = completion_logprobs(model, sequences(), temperature=TEMPERATURES)
+    found = gradients(model, sum((w * part).sum() for w, part in zip(weights, together, strict=True)))
     alone = [naive(model, p, c, temperature) for (p, c), temperature in zip(sequences(), TEMPERATURES, strict=True)]
     expected = gradients(model, sum((w * part).sum() for w, part in zip(weights, alone, strict=True)))
     assert found.keys() == expected.keys()
@@ -64,14 +65,31 @@ def test_gradients_equal_those_of_the_naive_loss(lora: bool) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7)
 
 
-def test_the_logits_of_the_whole_batch_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model()
-    rows: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[0]))
-    sum(part.sum() for part in completion_logprobs(model, sequences(), temperature=1.0, chunk_tokens=8)).backward()
-    assert rows[:4] == [8, 8, 8, 7]
-    assert len(rows) == 8, "each chunk is computed once more in the backward pass"
-    assert max(rows) <= 8
+class Widths(TorchDispatchMode):
+    """The widest matrix of one row a completion token that any operation makes, forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dim() == 2 and out.shape[0] == sum(t for _, t in LENGTHS):
+            self.widest = max(self.widest, out.shape[1])
+        return out
+
+
+def test_the_logits_of_the_whole_vocabulary_never_exist_at_once() -> None:
+    model = random_model(vocabulary=2 * CHUNK + 100)
+    with Widths() as widths:
+        found = completion_logprobs(model, sequences())
+        sum(part.sum() for part in found).backward()
+    assert widths.widest == CHUNK
+    for (prompt, completion), logprobs in zip(sequences(), found, strict=True):
+        torch.testing.assert_close(logprobs, naive(model, prompt, completion, 1.0), rtol=0, atol=1e-5)
+    with Widths() as widths:
+        head(model)(torch.zeros(31, model.config.hidden_size))
+    assert widths.widest == 2 * CHUNK + 100
 
 
 def test_other_sequences_in_the_batch_change_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from swarm_node.policy.options import ModelError
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.policy import Policy
 from tests.support.policies import CHARACTERS, character_tokenizer, random_policy
 

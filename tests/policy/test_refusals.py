@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from swarm_node.policy import loading
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.options import ModelError, ModelOptions
+from swarm_node.policy.options import ModelOptions
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.probe import batching_error, batching_tolerance
 from tests.support.policies import character_tokenizer, family_model, random_model, save_model_folder

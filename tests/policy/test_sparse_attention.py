@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from swarm_kernels.interface import Attention, NewTokens, Selection
 from swarm_kernels.layout import PageLayout, allocate
 from swarm_kernels.naive.append import append
 from swarm_kernels.naive.attention import attend
@@ -58,12 +59,12 @@ def decode(model: LlamaForCausalLM, prompt: Tensor, completion: Tensor, budgets:
         for index, (layer, cache) in enumerate(zip(model.model.layers, caches, strict=True)):
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
             query, keys, values = (part(normed).view(1, -1, SIZE) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
-            append(keys, values, slot, cache, query=query, cosines=cosines[0], sines=sines[0])
+            append(cache, NewTokens(keys, values, slot, query, cosines[0], sines[0]))
             chosen = None
             if position >= len(prompt) and index >= DENSE_LAYERS:
                 budget = torch.tensor([budgets[position - len(prompt)]], dtype=torch.int32)
-                chosen = select_pages(query, cache, table, lengths, budget, min(int(budget) + 3, pages + 3))
-            out, _ = attend(query, cache, table, lengths, scale=SIZE**-0.5, pages=chosen)
+                chosen = select_pages(cache, Selection(query, table, lengths, budget, min(int(budget) + 3, pages + 3)))
+            out, _ = attend(cache, Attention(query, table, lengths, SIZE**-0.5, chosen))
             hidden = hidden + attention.o_proj(out.flatten(1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         hidden_states.append(model.model.norm(hidden))

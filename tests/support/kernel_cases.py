@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from swarm_kernels.interface import Attention, Selection
 from swarm_kernels.layout import LayerCache, PageLayout, allocate
 from torch import Tensor
 
@@ -22,6 +24,12 @@ class Case:
     @property
     def scale(self) -> float:
         return self.query.shape[2] ** -0.5
+
+    def attention(self, **changes: Any) -> Attention:
+        return replace(Attention(self.query, self.table, self.lengths, self.scale), **changes)
+
+    def selection(self, budgets: list[int] | Tensor, width: int) -> Selection:
+        return Selection(self.query, self.table, self.lengths, torch.as_tensor(budgets, dtype=torch.int32), width)
 
 
 def make_case(

@@ -12,12 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from swarm_kernels.checks import check_attend, check_cache, check_select
+from swarm_kernels.checks import check_append, check_attend, check_select
 from swarm_kernels.gpu.append import append_tokens, write_centroids
 from swarm_kernels.gpu.attention import attend_split, merge_splits
-from swarm_kernels.gpu.logprob import logprob_backward, logprob_forward
 from swarm_kernels.gpu.selection import keep_best, score_pages
-from swarm_kernels.interface import DecodeStep, compose_layer
+from swarm_kernels.interface import Attention, DecodeStep, NewTokens, Selection, compose_layer
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache
 from swarm_kernels.naive.layers import PlainLayers
 
@@ -28,8 +27,6 @@ MIN_SPLIT_PAGES = 4
 """Of a split, when their number is chosen here: a smaller one costs more to merge than to read."""
 SCORE_BLOCK = 64
 """Pages that one program scores."""
-LOGPROB_BLOCK = 2048
-"""Logits that one iteration holds."""
 INTERPRETED = not isinstance(attend_split, triton.JITFunction)
 """Whether Triton only interprets (TRITON_INTERPRET=1, on CPU tensors): for tests."""
 ATTEND_STAGES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 1}
@@ -43,23 +40,14 @@ class TritonKernels(PlainLayers):
 
     name = "triton"
 
-    def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        query: Tensor | None = None,
-        cosines: Tensor | None = None,
-        sines: Tensor | None = None,
-    ) -> None:
-        check_cache(cache, keys.dtype)
-        tokens, kv_heads, size = keys.shape
+    def append(self, cache: LayerCache, tokens: NewTokens) -> None:
+        check_append(cache, tokens)
+        keys, values, slots, query, cosines, sines = tokens.keys, tokens.values, tokens.slots, tokens.query, tokens.cosines, tokens.sines
+        count, kv_heads, size = keys.shape
         rotate = cosines is not None
         query_heads = query.shape[1] if query is not None and rotate else 0
         to_rotate = keys if query is None else query
-        append_tokens[(tokens, kv_heads + query_heads)](
+        append_tokens[(count, kv_heads + query_heads)](
             keys,
             values,
             to_rotate,
@@ -80,7 +68,7 @@ class TritonKernels(PlainLayers):
             ROTATE=rotate,
             num_warps=1,
         )
-        write_centroids[(tokens, kv_heads)](
+        write_centroids[(count, kv_heads)](
             slots,
             cache.keys,
             cache.centroids,
@@ -92,9 +80,9 @@ class TritonKernels(PlainLayers):
             num_warps=1,
         )
 
-    def select_pages(self, query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> Tensor:
-        check_cache(cache, query.dtype)
-        check_select(query, cache, table, lengths, budgets, width)
+    def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
+        check_select(cache, selection)
+        query, table, lengths, width = selection.query, selection.table, selection.lengths, selection.width
         batch, heads, size = query.shape
         kv_heads, most = cache.keys.shape[1], table.shape[1]
         scores = torch.empty(batch, kv_heads, most, dtype=torch.float32, device=query.device)
@@ -119,7 +107,7 @@ class TritonKernels(PlainLayers):
         keep_best[(batch, kv_heads)](
             scores,
             lengths,
-            budgets,
+            selection.budgets,
             lists,
             most,
             width,
@@ -130,24 +118,13 @@ class TritonKernels(PlainLayers):
         )
         return lists
 
-    def attend(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        table: Tensor,
-        lengths: Tensor,
-        *,
-        scale: float,
-        pages: Tensor | None = None,
-        window: int = 0,
-        splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        check_cache(cache, query.dtype)
-        check_attend(query, cache, table, lengths, pages, window, splits)
+    def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        check_attend(cache, attention)
+        query, table, pages = attention.query, attention.table, attention.pages
         batch, heads, size = query.shape
         kv_heads = cache.keys.shape[1]
         width = table.shape[1] if pages is None else pages.shape[2]
-        splits = splits or choose_splits(batch * kv_heads, width, query.device)
+        splits = attention.splits or choose_splits(batch * kv_heads, width, query.device)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(batch, heads, dtype=torch.float32, device=query.device)
         parts = (batch, heads, splits if splits > 1 else 0)
@@ -158,14 +135,14 @@ class TritonKernels(PlainLayers):
             cache.keys,
             cache.values,
             table,
-            lengths,
+            attention.lengths,
             table if pages is None else pages,
             out,
             lse,
             sums,
             stats,
-            scale / math.log(2),
-            window,
+            attention.scale / math.log(2),
+            attention.window,
             width,
             splits,
             *query.stride()[:2],
@@ -201,26 +178,6 @@ class TritonKernels(PlainLayers):
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
-
-    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
-        rows, columns = logits.shape
-        logprob_forward[(rows,)](logits, targets, sharpness, top, mass, chosen, columns, logits.stride(0), BLOCK=LOGPROB_BLOCK, num_warps=8)
-
-    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        rows, columns = logits.shape
-        logprob_backward[(rows, triton.cdiv(columns, LOGPROB_BLOCK))](
-            logits,
-            targets,
-            sharpness,
-            lse,
-            scale,
-            gradient,
-            columns,
-            logits.stride(0),
-            gradient.stride(0),
-            BLOCK=LOGPROB_BLOCK,
-            num_warps=8,
-        )
 
 
 def choose_splits(pairs: int, pages: int, device: torch.device) -> int:

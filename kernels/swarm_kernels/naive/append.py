@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swarm_kernels.interface import NewTokens
 from swarm_kernels.layout import LayerCache
 
 
@@ -15,29 +16,21 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return x * cosines[:, None] + turned * sines[:, None]
 
 
-def append(
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    cache: LayerCache,
-    *,
-    query: Tensor | None = None,
-    cosines: Tensor | None = None,
-    sines: Tensor | None = None,
-) -> None:
-    """Write N new tokens and the centroids of the pages that they complete.
+def rotate_new(tokens: NewTokens) -> Tensor:
+    """The keys, rotated if there are angles; the query then is rotated in place."""
+    if tokens.cosines is None or tokens.sines is None:
+        return tokens.keys
+    if tokens.query is not None:
+        tokens.query.copy_(rotate(tokens.query, tokens.cosines, tokens.sines))
+    return rotate(tokens.keys, tokens.cosines, tokens.sines)
 
-    keys, values:   (N, KV heads, head size), not rotated yet
-    slots:          (N,) int64, physical page * page size + offset; -1 writes nothing (a padded row)
-    query:          (N, query heads, head size), rotated in place when angles are given
-    cosines, sines: (N, head size), both halves, of the keys' type; None leaves keys and query as they are
+
+def append(cache: LayerCache, tokens: NewTokens) -> None:
+    """Write new tokens and the centroids of the pages that they complete.
 
     A page is complete when its last slot is written; its other slots must have been written by then, in this call or before.
     """
-    if cosines is not None and sines is not None:
-        keys = rotate(keys, cosines, sines)
-        if query is not None:
-            query.copy_(rotate(query, cosines, sines))
+    keys, values, slots = rotate_new(tokens), tokens.values, tokens.slots
     for n, slot in enumerate(slots.tolist()):
         if slot >= 0:
             cache.keys[slot // cache.page_size, :, slot % cache.page_size] = keys[n]

@@ -7,23 +7,17 @@ import math
 import torch
 from torch import Tensor
 
+from swarm_kernels.interface import Attention
 from swarm_kernels.layout import LayerCache
 
 
-def attend(
-    query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, *, scale: float, pages: Tensor | None = None, window: int = 0
-) -> tuple[Tensor, Tensor]:
+def attend(cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
     """Attention of one new token a sequence over the cached tokens of chosen pages.
-
-    query:   (B, query heads, head size); query head i reads KV head i // group
-    table:   (B, M) int32, the physical page of each page of the sequence
-    lengths: (B,) int32, tokens of the sequence, the new one included; its key and value are in the cache already
-    pages:   (B, KV heads, K) int32, which pages of the sequence each KV head reads, -1 for none; None reads all (dense attention)
-    window:  the last `window` tokens alone are visible; 0: all of them
 
     Returns the output, (B, query heads, head size) in the query's type, and the natural log-sum-exp of the scaled scores, (B, query heads)
     float32. A head that reads nothing returns 0 and minus infinity. A page of the sequence listed twice would count twice.
     """
+    query, table, lengths, pages, window = attention.query, attention.table, attention.lengths, attention.pages, attention.window
     batch, heads, size = query.shape
     kv_heads, page_size = cache.keys.shape[1], cache.page_size
     group = heads // kv_heads
@@ -43,7 +37,7 @@ def attend(
             if not keys:
                 continue
             for i in range(h * group, (h + 1) * group):
-                scores = torch.cat(keys) @ query[b, i].float() * scale
+                scores = torch.cat(keys) @ query[b, i].float() * attention.scale
                 out[b, i] = torch.softmax(scores, dim=0) @ torch.cat(values)
                 lse[b, i] = torch.logsumexp(scores, dim=0)
     return out.to(query.dtype), lse

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swarm_kernels.checks import check_attend, check_cache, check_select
-from swarm_kernels.interface import DecodeStep, compose_layer
+from swarm_kernels.checks import check_append, check_attend, check_select
+from swarm_kernels.interface import Attention, DecodeStep, NewTokens, Selection, compose_layer
 from swarm_kernels.layout import RESERVED_PAGES, LayerCache
-from swarm_kernels.naive.append import rotate
+from swarm_kernels.naive.append import rotate_new
 from swarm_kernels.naive.layers import PlainLayers
 
 
@@ -20,64 +20,39 @@ class TorchKernels(PlainLayers):
 
     name = "torch"
 
-    def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        query: Tensor | None = None,
-        cosines: Tensor | None = None,
-        sines: Tensor | None = None,
-    ) -> None:
-        check_cache(cache, keys.dtype)
-        if cosines is not None and sines is not None:
-            keys = rotate(keys, cosines, sines)
-            if query is not None:
-                query.copy_(rotate(query, cosines, sines))
-        size = cache.page_size
+    def append(self, cache: LayerCache, tokens: NewTokens) -> None:
+        check_append(cache, tokens)
+        keys, slots, size = rotate_new(tokens), tokens.slots, cache.page_size
         written = slots >= 0
         pages, offsets = slots[written] // size, slots[written] % size
         cache.keys[pages, :, offsets] = keys[written]
-        cache.values[pages, :, offsets] = values[written]
+        cache.values[pages, :, offsets] = tokens.values[written]
         complete = pages[offsets == size - 1]
         cache.centroids[complete] = cache.keys[complete].float().mean(dim=2).to(cache.centroids.dtype)
 
-    def select_pages(self, query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> Tensor:
-        check_cache(cache, query.dtype)
-        check_select(query, cache, table, lengths, budgets, width)
+    def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
+        check_select(cache, selection)
+        query, table = selection.query, selection.table
         batch, _, size = query.shape
         kv_heads = cache.keys.shape[1]
         mean = query.float().view(batch, kv_heads, -1, size).mean(dim=2)
         pages = torch.arange(table.shape[1], device=query.device)
-        counts = (lengths.long() + cache.page_size - 1) // cache.page_size
+        counts = (selection.lengths.long() + cache.page_size - 1) // cache.page_size
         inside = pages < counts[:, None]
         centroids = cache.centroids[torch.where(inside, table, 0).long()].float()
         scores = torch.einsum("bmhd,bhd->bhm", centroids, mean)
         reserved = inside & ((pages == 0) | (pages >= counts[:, None] - 2))
-        return keep_best(scores, inside, reserved, budgets, width)
+        return keep_best(scores, inside, reserved, selection.budgets, selection.width)
 
-    def attend(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        table: Tensor,
-        lengths: Tensor,
-        *,
-        scale: float,
-        pages: Tensor | None = None,
-        window: int = 0,
-        splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        check_cache(cache, query.dtype)
-        check_attend(query, cache, table, lengths, pages, window, splits)
+    def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        check_attend(cache, attention)
+        query, table, pages, window = attention.query, attention.table, attention.pages, attention.window
         batch, heads, size = query.shape
         kv_heads, page_size = cache.keys.shape[1], cache.page_size
         if pages is None:
             pages = torch.arange(table.shape[1], device=query.device).expand(batch, kv_heads, -1)
         pages = pages.long()
-        limit = lengths.long()[:, None, None, None]
+        limit = attention.lengths.long()[:, None, None, None]
         positions = pages[..., None] * page_size + torch.arange(page_size, device=query.device)
         visible = (pages >= 0)[..., None] & (positions < limit)
         if window:
@@ -91,7 +66,7 @@ class TorchKernels(PlainLayers):
             torch.where(visible[..., None], part[physical, kv], 0).float().view(batch, kv_heads, -1, size)
             for part in (cache.keys, cache.values)
         )
-        scores = query.float().view(batch, kv_heads, -1, size) @ keys.transpose(2, 3) * scale
+        scores = query.float().view(batch, kv_heads, -1, size) @ keys.transpose(2, 3) * attention.scale
         scores = scores.masked_fill(~visible.view(batch, kv_heads, 1, -1), -torch.inf)
         lse = torch.logsumexp(scores, dim=3)
         weights = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
@@ -101,21 +76,6 @@ class TorchKernels(PlainLayers):
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
-
-    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
-        scaled = logits.float() * sharpness[:, None]
-        highest = torch.maximum(top, scaled.amax(dim=1))
-        mass.mul_(torch.exp(top - highest)).add_(torch.exp(scaled - highest[:, None]).sum(dim=1))
-        top.copy_(highest)
-        here = (targets >= 0) & (targets < logits.shape[1])
-        found = scaled.gather(1, torch.where(here, targets, 0)[:, None]).squeeze(1)
-        chosen.copy_(torch.where(here, found, chosen))
-
-    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        share = torch.exp(logits.float() * sharpness[:, None] - lse[:, None])
-        rows = torch.nonzero((targets >= 0) & (targets < logits.shape[1])).squeeze(1)
-        share[rows, targets[rows]] -= 1
-        gradient.copy_(share * -(scale * sharpness)[:, None])
 
 
 def keep_best(scores: Tensor, inside: Tensor, reserved: Tensor, budgets: Tensor, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layers of a model as plain torch computes them, for backends that have nothing faster."""
+"""The layers of a model and its log-probs as plain torch computes them, for backends that have nothing faster."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from swarm_kernels.checks import check_cache, check_prompts
-from swarm_kernels.interface import LayerWeights, NormWeight
+from swarm_kernels.checks import check_prompts
+from swarm_kernels.interface import LayerWeights, NormWeight, PromptAttention
 from swarm_kernels.layout import LayerCache
-from swarm_kernels.naive import elementwise, linear, prompt, sampling
+from swarm_kernels.naive import elementwise, linear, logprob, prompt, sampling
 
 
 class PlainLayers:
@@ -24,15 +24,18 @@ class PlainLayers:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear.linear(x, weight, bias)
 
-    def attend_prompts(
-        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
-    ) -> Tensor:
-        check_cache(cache, query.dtype)
-        check_prompts(query, cache, table, bounds, starts, window)
-        return prompt.attend_prompts(query, cache, table, bounds, starts, scale=scale, window=window)
+    def attend_prompts(self, cache: LayerCache, attention: PromptAttention) -> Tensor:
+        check_prompts(cache, attention)
+        return prompt.attend_prompts(cache, attention)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return sampling.draw(logits, uniforms, temperature)
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> None:
         return None
+
+    def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
+        logprob.fold(logits, targets, sharpness, top, mass, chosen)
+
+    def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
+        logprob.differentiate(logits, targets, sharpness, lse, scale, gradient)

@@ -6,26 +6,16 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from swarm_kernels.interface import PromptAttention
 from swarm_kernels.layout import LayerCache, gather
 
 
-def attend_prompts(
-    query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
-) -> Tensor:
-    """Causal attention of consecutive tokens of several sequences, over everything up to each.
-
-    query:  (N, query heads, head size); query head i reads KV head i // group
-    table:  (C, M) int32, the physical page of each page of each sequence
-    bounds: (C + 1,) int32, ascending from 0 to N: tokens [bounds[c], bounds[c + 1]) belong to chunk c
-    starts: (C,) int32, tokens of the sequence before its chunk; the keys and values of both are in the cache already
-    window: the last `window` tokens alone are visible to a token; 0: all of them
-
-    Returns (N, query heads, head size).
-    """
-    limits = bounds.tolist()
+def attend_prompts(cache: LayerCache, attention: PromptAttention) -> Tensor:
+    """Causal attention of consecutive tokens of several sequences, over everything up to each. Returns (N, query heads, head size)."""
+    limits, starts = attention.bounds.tolist(), attention.starts.tolist()
     parts = [
-        _attend(query[first:last], cache, row, start, scale, window)
-        for first, last, start, row in zip(limits[:-1], limits[1:], starts.tolist(), table, strict=True)
+        _attend(attention.query[first:last], cache, row, start, attention.scale, attention.window)
+        for first, last, start, row in zip(limits[:-1], limits[1:], starts, attention.table, strict=True)
     ]
     return torch.cat(parts)
 

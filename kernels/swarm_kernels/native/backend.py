@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm_kernels.checks import check_attend, check_cache, check_prompts, check_select
-from swarm_kernels.interface import DecodeStep, LayerWeights, NormWeight
+from swarm_kernels.checks import check_prompts
+from swarm_kernels.interface import Attention, DecodeStep, LayerWeights, NewTokens, NormWeight, PromptAttention, Selection
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.naive import elementwise, linear, prompt, sampling
 from swarm_kernels.native.arguments import (
@@ -28,17 +28,7 @@ from swarm_kernels.native.arguments import (
     SelectArguments,
 )
 from swarm_kernels.native.build import BuildError, build
-from swarm_kernels.native.fill import (
-    choose_splits,
-    fill_append,
-    fill_attend,
-    fill_decode,
-    fill_prompts,
-    fill_select,
-    packed_rows,
-    partial_sums,
-    pointer,
-)
+from swarm_kernels.native.fill import fill_append, fill_attend, fill_decode, fill_prompts, fill_select, packed_rows, pointer
 from swarm_kernels.native.stack import FEW_ROWS, WIDTH, NativeStack, fits
 
 
@@ -68,65 +58,30 @@ class NativeKernels:
         self._arguments = DecodeArguments()
         self._scratch: tuple[Tensor, ...] = ()
 
-    def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        query: Tensor | None = None,
-        cosines: Tensor | None = None,
-        sines: Tensor | None = None,
-    ) -> None:
-        check_cache(cache, keys.dtype)
+    def append(self, cache: LayerCache, tokens: NewTokens) -> None:
         arguments = AppendArguments()
-        fill_append(arguments, keys, values, slots, cache, query, cosines, sines)
+        fill_append(arguments, cache, tokens)
         self.library.swarm_append(ctypes.byref(arguments))
 
-    def select_pages(self, query: Tensor, cache: LayerCache, table: Tensor, lengths: Tensor, budgets: Tensor, width: int) -> Tensor:
-        check_cache(cache, query.dtype)
-        check_select(query, cache, table, lengths, budgets, width)
+    def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
         arguments = SelectArguments()
-        pages = torch.empty(query.shape[0], cache.keys.shape[1], width, dtype=torch.int32)
-        fill_select(arguments, query, cache, table, lengths, budgets, pages)
+        pages = fill_select(arguments, cache, selection)
         self.library.swarm_select(ctypes.byref(arguments))
         return pages
 
-    def attend(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        table: Tensor,
-        lengths: Tensor,
-        *,
-        scale: float,
-        pages: Tensor | None = None,
-        window: int = 0,
-        splits: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        check_cache(cache, query.dtype)
-        check_attend(query, cache, table, lengths, pages, window, splits)
-        arguments = AttendArguments()
-        out = torch.empty(query.shape, dtype=query.dtype)
-        lse = torch.empty(query.shape[:2], dtype=torch.float32)
-        splits = splits or choose_splits(query.shape[0] * cache.keys.shape[1])
-        partial = partial_sums(query, splits)
-        fill_attend(arguments, query, cache, table, lengths, pages, out, lse, partial, splits)
-        arguments.scale, arguments.window = scale, window
+    def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        arguments, out = AttendArguments(), torch.empty(attention.query.shape, dtype=attention.query.dtype)
+        lse, _partial = fill_attend(arguments, cache, attention, out)  # both live until here
         self.library.swarm_attend(ctypes.byref(arguments))
         return out, lse
 
-    def attend_prompts(
-        self, query: Tensor, cache: LayerCache, table: Tensor, bounds: Tensor, starts: Tensor, *, scale: float, window: int = 0
-    ) -> Tensor:
-        check_cache(cache, query.dtype)
-        check_prompts(query, cache, table, bounds, starts, window)
+    def attend_prompts(self, cache: LayerCache, attention: PromptAttention) -> Tensor:
+        query = attention.query
         if not self._has_linear or query.dtype != torch.bfloat16:
-            return prompt.attend_prompts(query, cache, table, bounds, starts, scale=scale, window=window)
+            check_prompts(cache, attention)
+            return prompt.attend_prompts(cache, attention)
         arguments, out = PromptArguments(), torch.empty(query.shape, dtype=query.dtype)
-        fill_prompts(arguments, query, cache, table, bounds, starts, out)
-        arguments.scale, arguments.window = scale, window
+        fill_prompts(arguments, cache, attention, out)
         self.library.swarm_attend_prompts(ctypes.byref(arguments))
         return out
 

@@ -43,7 +43,12 @@ void forward_row(const LogprobArguments& a, int row) {
     const T* logits = static_cast<const T*>(a.logits) + row * a.row_stride;
     const float sharpness = a.sharpness[row];
     Vec best = splat(-INFINITY);
-    over_row(logits, a.columns, [&](int, Vec x, Vec y) __attribute__((always_inline)) { best = maximum(best, maximum(x, y)); });
+    IntVec broken = IntVec{};
+    over_row(logits, a.columns, [&](int, Vec x, Vec y) __attribute__((always_inline)) {
+        best = maximum(best, maximum(x, y));
+        broken |= (x != x) | (y != y);
+    });
+    if (largest(pick(broken, splat(1.0f), Vec{})) > 0) a.mass[row] = NAN;  // and whatever is added to it
     const float top = std::fmax(a.top[row], largest(best) * sharpness);
     if (top == -INFINITY) return;
     Vec mass = Vec{};

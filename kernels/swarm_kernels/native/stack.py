@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from swarm_kernels.checks import check_cache, check_prompts
-from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, LowRank, NormWeight, PromptStep
+from swarm_kernels.interface import DecodeStep, LayerWeights, LinearWeight, LowRank, NewTokens, NormWeight, PromptAttention, PromptStep
 from swarm_kernels.layout import LayerCache
 from swarm_kernels.native import arguments as c
 from swarm_kernels.native.fill import fill_append, fill_decode, fill_prompts, packed_rows, pointer
@@ -43,10 +42,10 @@ class NativeStack:
     def prefill(self, step: PromptStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
         call, cache = self._prefill, caches[0]
         call.prepare(caches, hidden)
-        check_cache(cache, hidden.dtype)
-        check_prompts(call.query, cache, step.table, step.bounds, step.starts, 0)
-        fill_append(call.arguments.step.append, call.keys, call.values, step.slots, cache, call.query, step.cosines, step.sines)
-        fill_prompts(call.arguments.prompt, call.query, cache, step.table, step.bounds, step.starts, call.attended)
+        a = call.arguments
+        attention = PromptAttention(call.query, step.table, step.bounds, step.starts, scale=1.0)  # which each layer replaces by its own
+        fill_prompts(a.prompt, cache, attention, call.attended)
+        fill_append(a.step.append, cache, NewTokens(call.keys, call.values, step.slots, call.query, step.cosines, step.sines))
         return call.run(hidden)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from swarm_kernels.choose import choose_backend
-from swarm_kernels.interface import Kernels
-from swarm_kernels.layout import LayerCache
-from swarm_kernels.logprob import CHUNK
+from swarm_kernels.interface import Kernels, NewTokens, PromptAttention
+from swarm_kernels.logprob import Head, token_logprobs
 from swarm_kernels.measure import PAGE_SIZE, Candidate, Row, StepData, Workload, measure
 from torch import Tensor
 
@@ -46,7 +45,7 @@ class KernelTimes:
 def bench_kernels(
     shape: str, *, batch: int, context: int, budget: int, repeats: int, dtype: torch.dtype, device: torch.device
 ) -> KernelTimes:
-    """Time each kernel over all layers of a decode step, and the log-prob kernels over the vocabulary.
+    """Time each kernel over all layers of a decode step, and the learner's log-probs over the vocabulary.
 
     Raises:
         BenchError: there is no shape of this name, or the context is no whole number of pages.
@@ -100,10 +99,10 @@ def _append(name: str, data: StepData, kernels: Kernels, slots: Tensor) -> Candi
     query = torch.randn(tokens, w.kv_heads * w.group, w.head_size).to(w.device, w.dtype)
     cosines, sines = (torch.full((tokens, w.head_size), 0.5**0.5).to(w.device, w.dtype) for _ in range(2))
 
-    def write(cache: LayerCache) -> None:
-        kernels.append(keys, values, slots, cache, query=query, cosines=cosines, sines=sines)
-
-    return Candidate(name, data.every_layer(write), 2 * (keys.nbytes + values.nbytes + query.nbytes) * w.layers)
+    new = NewTokens(keys, values, slots, query, cosines, sines)
+    return Candidate(
+        name, data.every_layer(lambda cache: kernels.append(cache, new)), 2 * (keys.nbytes + values.nbytes + query.nbytes) * w.layers
+    )
 
 
 def _attend_prompt(data: StepData, kernels: Kernels, tokens: int) -> Candidate:
@@ -112,10 +111,9 @@ def _attend_prompt(data: StepData, kernels: Kernels, tokens: int) -> Candidate:
     query = torch.randn(tokens, w.kv_heads * w.group, w.head_size).to(w.device, w.dtype)
     bounds, starts = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([w.length - tokens], dtype=torch.int32)
 
-    def attend(cache: LayerCache) -> None:
-        kernels.attend_prompts(query, cache, data.table[:1], bounds, starts, scale=data.scale)
-
-    return Candidate(f"attend, {tokens} tokens of prefill", data.every_layer(attend), w.cache_bytes / w.batch + 2 * query.nbytes * w.layers)
+    attention = PromptAttention(query, data.table[:1], bounds, starts, data.scale)
+    run = data.every_layer(lambda cache: kernels.attend_prompts(cache, attention))
+    return Candidate(f"attend, {tokens} tokens of prefill", run, w.cache_bytes / w.batch + 2 * query.nbytes * w.layers)
 
 
 def _linear_candidates(shape: Shape, batch: int, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
@@ -156,25 +154,22 @@ def _elementwise_candidates(shape: Shape, kernels: Kernels, dtype: torch.dtype, 
 
 
 def _logprob_candidates(shape: Shape, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
-    """One pass over the logits of a micro-batch, in the pieces that `token_logprobs` makes."""
-    widths = [min(CHUNK, shape.vocabulary - start) for start in range(0, shape.vocabulary, CHUNK)]
-    forward, backward = ([torch.randn(ROWS, width).to(device, dtype) for width in widths] for _ in range(2))
-    targets = torch.zeros(ROWS, dtype=torch.int64, device=device)
-    sharpness, scale = (torch.ones(ROWS, device=device) for _ in range(2))
-    top, mass, chosen = (torch.zeros(ROWS, device=device) for _ in range(3))
-    lse = torch.full((ROWS,), 10.0, device=device)
+    """The log-probs of a micro-batch from its hidden states and back, as the learner has them and from whole logits."""
+    weight = torch.randn(shape.vocabulary, shape.hidden).to(device, dtype).requires_grad_()
+    hidden = torch.randn(ROWS, shape.hidden).to(device, dtype).requires_grad_()
+    targets, head = torch.arange(ROWS, device=device) % shape.vocabulary, Head(weight)
 
-    def fold() -> None:
-        for piece in forward:
-            kernels.logprob_forward(piece, targets, sharpness, top, mass, chosen)
+    def pieces() -> None:
+        torch.autograd.grad(token_logprobs(kernels, head, hidden, targets).sum(), (hidden, weight))
 
-    def differentiate() -> None:
-        for piece in backward:
-            kernels.logprob_backward(piece, targets, sharpness, lse, scale, piece)
+    def whole() -> None:
+        logits = head(hidden).float()
+        torch.autograd.grad((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).sum(), (hidden, weight))
 
+    moved = 3 * weight.nbytes + 2 * hidden.nbytes  # the weight is read by both passes, its gradient written
     return [
-        Candidate(f"logprob forward, {ROWS} tokens", fold, _bytes(forward)),
-        Candidate(f"logprob backward, {ROWS} tokens", differentiate, 2 * _bytes(backward)),
+        Candidate(f"log-probs of {ROWS} tokens and back", pieces, moved),
+        Candidate(f"log-probs of {ROWS} tokens and back, whole logits", whole, moved),
     ]
 
 

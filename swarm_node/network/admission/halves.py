@@ -61,8 +61,8 @@ class CheapAdmission:
         self._rejections: Counter[str] = Counter()
         self._ignored: Counter[str] = Counter()
         self._quota = Quota(options, clock)
-        self._seen = SeenDigests(options.digests, options.digests_per_sender, options.senders)
         history = History(options)
+        self._seen = SeenDigests(options.digests, options.digests_per_sender, options.senders, history.forget)
         self._checks: tuple[Check, ...] = (
             # Before the quota: anyone may repeat a sender's old messages, and must not be able to spend what the sender has left.
             DuplicateCheck(self._seen),

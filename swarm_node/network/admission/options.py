@@ -23,8 +23,9 @@ class AdmissionOptions(Options):
     """How many policy steps a group may lie behind the newest one of the same sender. Nodes are not compared with each other: a peer
     that started later is not stale."""
     reorder_window: int = constant(64, ge=1, le=4096)
-    """Newest groups of a sender whose sequence numbers are remembered: a number below all of them is a replay. A sender that went back
-    to an old checkpoint is taken again when this many of its groups have arrived."""
+    """Newest groups of a sender whose sequence numbers are remembered: one that is taken or below all of them is a replay, unless so many
+    arrive that the sender must have begun to count anew. A sender that went back to an old checkpoint is taken again when this many have
+    arrived."""
     senders: int = constant(4096, ge=1)
     """Senders tracked at most; the one not heard of for longest is forgotten."""
     digests: int = constant(65_536, ge=1)

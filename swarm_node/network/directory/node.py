@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 PEER_ERRORS = (P2PDaemonError, ControlFailure, OSError, ValueError, KeyError, asyncio.TimeoutError)
 
 
-class Validator(OwnerValidator, RecordValidatorBase):
+class Validator(OwnerValidator, RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Registers the checks with hivemind."""
 
 

@@ -132,7 +132,7 @@ class Dialler:
         return f"no peers yet: {target.address}{more} did not answer {times} ({target.reason}), {when}"
 
     def _pause(self, failures: int) -> float:
-        pause = min(self._longest, FIRST_PAUSE_S * 2 ** min(failures - 1, 20))
+        pause = min(self._longest, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 20))
         return pause * self._rng.uniform(0.75, 1.25)
 
     def _make_room(self) -> bool:

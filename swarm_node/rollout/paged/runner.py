@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from swarm_kernels.interface import DecodeStep, Kernels, PromptStep, Stack
+from swarm_kernels.interface import DecodeStep, Kernels, NewTokens, PromptAttention, PromptStep, Stack
 from swarm_kernels.layout import RESERVED_PAGES
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -90,9 +90,10 @@ class ModelRunner:
             for layer, layer_cache in zip(self.anatomy.layers, cache.layers, strict=True):
                 hidden, normed = self._norm(layer.input_norm, hidden, delta)
                 query, keys, values = self._project(layer, normed)
-                angles = {"query": query, "cosines": cosines, "sines": sines} if layer.rotary else {}
-                self.kernels.append(keys, values, slots, layer_cache, **angles)
-                attended = self.kernels.attend_prompts(query, layer_cache, table, bounds, starts, scale=layer.scale, window=layer.window)
+                angles = (query, cosines, sines) if layer.rotary else ()
+                self.kernels.append(layer_cache, NewTokens(keys, values, slots, *angles))
+                attention = PromptAttention(query, table, bounds, starts, layer.scale, layer.window)
+                attended = self.kernels.attend_prompts(layer_cache, attention)
                 hidden, delta = self._finish(layer, hidden, attended)
             assert delta is not None
             return self._norm(self.anatomy.norm, hidden[last], delta[last])[1]

@@ -315,8 +315,8 @@ def test_every_kernel_is_timed_against_its_bytes(small_buffers: None) -> None:
         "linear, 512 tokens": 3 * (320 * 128 + 512 * (128 + 320)) * 4,
         "sum and norm, 512 tokens": 3 * 4 * 512 * 128 * 4,
         "gate, 512 tokens": 3 * 3 * 512 * 320 * 4,
-        "logprob forward, 512 tokens": 512 * 100 * 4,
-        "logprob backward, 512 tokens": 2 * 512 * 100 * 4,
+        "log-probs of 512 tokens and back": (3 * 100 * 128 + 2 * 512 * 128) * 4,
+        "log-probs of 512 tokens and back, whole logits": (3 * 100 * 128 + 2 * 512 * 128) * 4,
     }
     assert times["machine"]["read_bytes_per_second"] > 0
     with pytest.raises(BenchError, match="try 112"):

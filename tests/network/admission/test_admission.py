@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.messages import Announcement, GroupMessage, Ignored, encode_message
 from swarm_protocols.reject import Reason, Rejected
 
+from swarm_node.network.admission.cheap import MAX_RUNS, NEW_LIFE, SenderHistory
 from swarm_node.network.admission.halves import CheapAdmission, FullAdmission
 from swarm_node.network.admission.options import AdmissionOptions
 from swarm_node.network.admission.recent import SeenDigests
@@ -155,6 +157,63 @@ def test_groups_may_overtake_each_other_within_the_window_and_older_ones_are_rep
     assert reason_of(admission.admit, "alice", body_of(100, group_size=5)) == Reason.REPLAY
     assert reason_of(admission.admit, "alice", body_of(7)) == Reason.REPLAY
     admission.admit("alice", body_of(2_000_000_000))  # a restart starts from the clock
+
+
+def outcomes(admission: CheapAdmission, bodies: Iterable[bytes]) -> list[str]:
+    return [reason.value if (reason := reason_of_or_none(admission, "alice", body)) else "admitted" for body in bodies]
+
+
+@pytest.mark.parametrize(("first", "sent"), [(1, 40), (1, 100), (9800, 200), (9990, 100), (10_000, 200), (10_030, 100)])
+def test_a_sender_that_lost_its_checkpoint_and_whose_clock_went_back_is_taken_again(first: int, sent: int) -> None:
+    """Numbers from 10,000 before, at policy steps from 500; then from `first`, at steps from 0."""
+    admission = cheap()
+    assert set(outcomes(admission, (body_of(10_000 + number, step=500 + number // 8) for number in range(sent)))) == {"admitted"}
+    again = outcomes(admission, (body_of(first + number, step=number // 8, group_size=5) for number in range(300)))
+    assert again.index("admitted") <= 64
+    assert set(again[again.index("admitted") :]) == {"admitted"}
+
+
+def test_numbers_whose_bodies_are_forgotten_stay_refused_and_those_beside_them_do_not() -> None:
+    admission = cheap(digests_per_sender=16, reorder_window=8)
+    for number in range(10_000, 10_100):
+        admission.admit("alice", body_of(number))
+    again = outcomes(admission, (body_of(number, group_size=5) for number in range(10_000, 10_200)))
+    # 10,084 is the oldest whose digest is remembered; every later one is provably new, and the 32nd of those begins the new life.
+    assert again == ["replay"] * (84 + 15) + ["replay"] + ["admitted"] * 100
+
+
+def test_no_body_is_ever_admitted_twice_whatever_is_repeated_and_however_little_is_remembered() -> None:
+    """Three lives of one sender, the second behind the first; everything that was sent is repeated again and again, in bursts."""
+    draws = np.random.default_rng(3)
+    admission = cheap(digests=12, digests_per_sender=8, reorder_window=4)
+    admitted: Counter[bytes] = Counter()
+    sent: list[bytes] = []
+    for start in (100_000, 50_000, 200_000):
+        for number in range(80):
+            sent.append(body_of(start + number))
+            repeated = [sent[index] for index in draws.integers(0, len(sent), int(draws.integers(0, 12)))]
+            for body in [sent[-1], *repeated, *sent[:40]]:
+                if reason_of_or_none(admission, "alice", body) is None:
+                    admitted[body] += 1
+    assert set(admitted.values()) == {1}
+    fresh = [body in admitted for body in sent]
+    assert fresh[:80] == [True] * 80
+    assert fresh[80:160] == [False] * (NEW_LIFE - 1) + [True] * (80 - NEW_LIFE + 1)
+    assert fresh[160:] == [True] * 80
+
+
+def test_runs_of_forgotten_numbers_stay_few_and_exact_where_it_matters() -> None:
+    history = SenderHistory()
+    for life in range(10):
+        for number in range(1000):
+            history.forget(life * 10**9 + number)
+    assert len(history.forgotten) <= MAX_RUNS
+    assert all(history.has_forgotten(life * 10**9 + number) for life in range(10) for number in (0, 1, 500, 999))
+    assert not any(history.has_forgotten(life * 10**9 + number) for life in range(10) for number in (-1, 1000, 5 * 10**8))
+    for number in range(1000):
+        history.forget(-(10**12) * (number + 1))
+    assert len(history.forgotten) <= MAX_RUNS
+    assert all(history.has_forgotten(-(10**12) * (number + 1)) for number in range(1000))
 
 
 def test_staleness_is_counted_from_the_same_senders_newest_step() -> None:
@@ -351,14 +410,20 @@ def test_short_answers_may_coincide() -> None:
 # -- memory
 
 
-def test_one_sender_cannot_flush_the_digests_of_others() -> None:
-    seen = SeenDigests(capacity=10, per_sender=4, senders=5)
-    seen.add("alice", b"alice")
+def test_one_sender_cannot_flush_the_digests_of_others_and_what_is_forgotten_is_told() -> None:
+    told: list[tuple[str, int]] = []
+    seen = SeenDigests(capacity=10, per_sender=4, senders=5, forgotten=lambda *body: told.append(body))
+    seen.add("alice", b"alice", 7)
     for number in range(100):
-        seen.add("mallory", bytes([number]))
+        seen.add("mallory", bytes([number]), number)
     assert b"alice" in seen
     assert len(seen) == 5
     assert [bytes([number]) in seen for number in (95, 96, 99)] == [False, True, True]
+    assert told == [("mallory", number) for number in range(96)]
+    for number in range(6):
+        seen.add(f"peer-{number}", bytes([200 + number]), number)
+    assert b"alice" not in seen
+    assert told[96:] == [("alice", 7)]
 
 
 def test_a_flood_of_identities_and_groups_does_not_grow_memory() -> None:

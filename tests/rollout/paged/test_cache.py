@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swarm_kernels.interface import NewTokens
 from swarm_kernels.layout import PageLayout, gather
 from swarm_kernels.naive.append import append
 from torch import Tensor
@@ -26,7 +27,7 @@ def write(cache: PagedCache, slots: Tensor, values: list[float]) -> None:
     """Tokens whose keys and values are all the given number."""
     tokens = torch.tensor(values)[:, None, None].expand(-1, 1, 32).contiguous()
     for layer in cache.layers:
-        append(tokens, -tokens, slots, layer)
+        append(layer, NewTokens(tokens, -tokens, slots))
 
 
 def read(cache: PagedCache, sequence: CachedSequence) -> list[float]:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from swarm_kernels.choose import Backend
+from swarm_kernels.interface import NewTokens
 from swarm_kernels.layout import LayerCache
-from swarm_kernels.naive.append import rotate
+from swarm_kernels.naive.append import rotate_new
 from swarm_kernels.naive.backend import TorchKernels
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,23 +30,10 @@ from tests.support.policies import family_model, random_policy
 class FixedShapes(TorchKernels):
     """Writes the first row's token once more where a row is padded, instead of leaving rows out."""
 
-    def append(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        cache: LayerCache,
-        *,
-        query: Tensor | None = None,
-        cosines: Tensor | None = None,
-        sines: Tensor | None = None,
-    ) -> None:
-        assert query is not None
-        assert cosines is not None
-        assert sines is not None
-        query.copy_(rotate(query, cosines, sines))
-        rows = torch.where(slots >= 0, torch.arange(len(slots)), 0)
-        slots, keys, values = slots[rows], rotate(keys, cosines, sines)[rows], values[rows]
+    def append(self, cache: LayerCache, tokens: NewTokens) -> None:
+        keys = rotate_new(tokens)
+        rows = torch.where(tokens.slots >= 0, torch.arange(len(tokens.slots)), 0)
+        slots, keys, values = tokens.slots[rows], keys[rows], tokens.values[rows]
         pages, offsets = slots // cache.page_size, slots % cache.page_size
         written = (slots >= 0)[:, None, None]  # not even the first, in a step without sequences
         cache.keys[pages, :, offsets] = torch.where(written, keys, cache.keys[pages, :, offsets])
