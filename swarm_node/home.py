@@ -52,12 +52,14 @@ class Home:
             HomeError: it cannot be created or written to.
         """
         path = path.expanduser().absolute()
+        created: tuple[Path, ...] = ()
         try:
             created = _make_folders(path)
             lock = _take(path)
         except BlockingIOError:
             raise HomeInUse(_in_use(path)) from None
         except OSError as error:
+            _remove_unused(path, created)
             raise HomeError(f"the home folder {path} cannot be used: {error.strerror}; choose another with --home") from error
         return cls(path, lock, created)
 
@@ -95,11 +97,7 @@ class Home:
         """Let go of the folder; idempotent. Folders that `open` created and nobody put anything in disappear again."""
         if self._lock is None:
             return
-        with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it; nor does it matter if one is gone
-            if self._created and os.listdir(self.path) == [LOCK]:
-                (self.path / LOCK).unlink()
-                for folder in reversed(self._created):
-                    folder.rmdir()
+        _remove_unused(self.path, self._created)
         os.close(self._lock)
         self._lock = None
 
@@ -142,6 +140,15 @@ def _make_folders(path: Path) -> tuple[Path, ...]:
     return tuple(reversed(missing))
 
 
+def _remove_unused(path: Path, created: tuple[Path, ...]) -> None:
+    """Remove the folders that were created for a home in which there is nothing but the lock."""
+    with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it; nor does it matter if one is gone
+        if created and os.listdir(path) == [LOCK]:
+            (path / LOCK).unlink()
+            for folder in reversed(created):
+                folder.rmdir()
+
+
 def _take(path: Path) -> int:
     """An open descriptor of the folder's lock file, locked and signed by this process. Raises BlockingIOError when another holds it."""
     refused = BlockingIOError()
@@ -156,8 +163,10 @@ def _take(path: Path) -> int:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
             os.close(lock)
-        except BlockingIOError as error:
+        except OSError as error:
             os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
             refused = error
     raise refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -99,6 +100,16 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(HomeError, match=r"file/home cannot be used: .*--home"):
         Home.open(tmp_path / "file" / "home")
+
+
+def test_a_new_home_on_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(HomeError, match=r"b cannot be used: No space left on device; .*--home"):
+        Home.open(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_home_is_nobodys_where_there_is_none(tmp_path: Path) -> None:
