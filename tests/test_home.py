@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -102,3 +103,22 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) 
 
 def test_a_home_is_nobodys_where_there_is_none(tmp_path: Path) -> None:
     assert holder(tmp_path / "nowhere") is None
+
+
+def test_a_lock_file_that_was_replaced_meanwhile_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, its holder leaves and removes it, and a third process takes the home."""
+    flock, third = fcntl.flock, []
+
+    def late(lock: int, how: int) -> None:
+        if not third:
+            (tmp_path / "lock").unlink()
+            third.append(os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT))
+            flock(third[0], fcntl.LOCK_EX)
+        flock(lock, how)
+
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(HomeInUse):
+        Home.open(tmp_path)
+    os.close(third[0])
+    Home.open(tmp_path).close()
