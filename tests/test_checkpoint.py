@@ -53,6 +53,29 @@ def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert_same(load_latest(tmp_path / "checkpoints"), make(1200))
 
 
+def test_what_a_checkpoint_holds_is_on_the_disk_before_it_gets_its_name_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not flushed before the rename may be empty after a power cut, under a name that says it is whole."""
+    fsync, rename, flushed = os.fsync, os.rename, set[int]()
+
+    def note_fsync(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check_rename(source: Path, target: Path) -> None:
+        paths = [Path(source), *Path(source).iterdir()]
+        assert [path.name for path in paths if path.stat().st_ino not in flushed] == []
+        assert len(paths) == 6
+        flushed.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", check_rename)
+    save_checkpoint(tmp_path, make(1))
+    assert flushed == {tmp_path.stat().st_ino}
+
+
 def test_nothing_saved_is_nothing_loaded(tmp_path: Path) -> None:
     assert load_latest(tmp_path / "absent") is None
     assert load_latest(tmp_path) is None

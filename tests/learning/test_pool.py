@@ -68,6 +68,7 @@ def test_one_peer_fills_at_most_its_share_but_always_one_place() -> None:
     groups = [*(own(i) for i in range(4)), *(foreign("a", i) for i in range(9))]
     assert len(filled(PoolOptions(peer_share=0.5), *groups).draw(0)) == 4 + 2
     assert len(filled(PoolOptions(peer_share=0.01), *groups).draw(0)) == 4 + 1
+    assert len(filled(PoolOptions(peer_share=0.7), *groups).draw(0)) == 4 + 2  # 2.8 places of 4 are two whole ones
 
 
 def test_foreign_tokens_are_bounded_and_what_does_not_fit_waits() -> None:

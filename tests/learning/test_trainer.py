@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm_node.learning import trainer as trainer_module
 from swarm_node.learning.ftis import Tokens, completion_weights, ftis_loss, keep_mask
+from swarm_node.learning.optimiser import Optimiser
 from swarm_node.learning.options import Algorithm, LearningOptions
 from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.trainer import OutOfMemory, Trainer
@@ -261,6 +262,17 @@ def test_weight_decay_shrinks_matrices_and_leaves_norms_alone() -> None:
     # Decoupled: the difference is rate * decay * the weight before the step.
     difference = without["lm_head.weight"] - with_decay["lm_head.weight"]
     torch.testing.assert_close(difference, 1e-3 * 0.5 * before["lm_head.weight"], rtol=1e-3, atol=1e-7)
+
+
+def test_a_step_moves_every_trainable_weight_norms_and_biases_too() -> None:
+    weights = {name: nn.Parameter(torch.ones(shape)) for name, shape in {"matrix": (2, 3), "norm": (3,), "bias": (2,), "scale": ()}.items()}
+    optimiser = Optimiser(weights, LearningOptions(grad_clip=100.0))
+    for weight in weights.values():
+        weight.grad = torch.full_like(weight, 2.0)
+    optimiser.step(0.25)
+    # Adam's first step is the rate against the sign of the gradient, however large that is.
+    for weight in weights.values():
+        torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.75))
 
 
 def test_inner_steps_compare_with_the_policy_at_the_steps_start() -> None:

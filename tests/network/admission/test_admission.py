@@ -23,6 +23,7 @@ from swarm_protocols.reject import Reason, Rejected
 from swarm_node.network.admission.cheap import MAX_RUNS, NEW_LIFE, SenderHistory
 from swarm_node.network.admission.halves import CheapAdmission, FullAdmission
 from swarm_node.network.admission.options import AdmissionOptions
+from swarm_node.network.admission.quota import Quota
 from swarm_node.network.admission.recent import SeenDigests
 from swarm_node.tasks.assignment import MAX_SLOTS
 from swarm_node.tasks.base import TaskError
@@ -104,6 +105,19 @@ def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
     clock.now += 12  # a fifth of a minute: room for two
     admission.admit("alice", body_of(11))
     assert admission.rejections == {"over_quota": 1}
+
+
+def test_a_quota_refills_in_a_minute_and_holds_no_more_than_that() -> None:
+    clock = Clock()
+    quota = Quota(AdmissionOptions(tokens_per_minute=600), clock)
+    quota.take("alice", tokens=600)
+    clock.now += 30
+    with pytest.raises(Rejected, match="301 tokens with 300 left of 600 a minute"):
+        quota.take("alice", tokens=301)
+    quota.take("alice", tokens=300)
+    clock.now += 3600
+    with pytest.raises(Rejected, match="601 tokens with 600 left"):
+        quota.require("alice", tokens=601)
 
 
 def test_refused_groups_count_against_the_quota() -> None:
