@@ -20,7 +20,7 @@ from libp2p.security.noise.transport import Transport as Noise
 from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, await_condition
 
 MESH = "/meshsub/1.1.0"
 
@@ -66,6 +66,18 @@ async def send(host: IHost, peer: Any, *payloads: bytes, protocol: str = MESH, p
             break
         else:
             raise AssertionError(f"the node no longer lets {host.get_id()} in")
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    """Stay until the misdeed has had its effect: what was written just before a connection's end may never be read."""
+    await trio.to_thread.run_sync(await_condition, condition, what)
+
+
+async def wait_for_goodbye(host: IHost, peer: Any) -> None:
+    """Wait until the node has ended every connection to the host."""
+    with trio.fail_after(HANG_S):
+        while host.get_network().get_connections(peer):
+            await trio.sleep(0.02)
 
 
 async def wait_for_end(stream: INetStream, limit_s: float = 3.0) -> bool:
