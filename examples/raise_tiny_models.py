@@ -167,6 +167,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
+    """Make, or with --measure measure, the models named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="MODEL", help=f"which of {', '.join(RECIPES)}; all when none is named")
     parser.add_argument("--out", type=Path, default=HOME, help="folder to put them in (default: the package)")

@@ -65,18 +65,22 @@ class Home:
 
     @property
     def config(self) -> Path:
+        """The TOML file with what differed from the defaults at the first start."""
         return self.path / "config.toml"
 
     @property
     def identity(self) -> Path:
+        """The file with the Ed25519 seed."""
         return self.path / "identity.key"
 
     @property
     def metrics(self) -> Path:
+        """The rows of `observe.metrics`, one a line."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints, one folder a kept step."""
         return self.path / "checkpoints"
 
     @contextmanager

@@ -51,6 +51,7 @@ def run(config: Config, say: Say | None = None, *, profile: bool = False) -> int
     saved, else 0.
 
     Args:
+        config: of the node; `config.home` is its home folder.
         say: gets every line that the node says; by default standard output.
         profile: write into the home folder where the time of a step goes.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,6 +17,11 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+def absolute(path: str) -> str:
+    """A path of an option as it reads from every folder, so that a saved one means the same wherever the node is started next."""
+    return str(Path(os.path.expanduser(path)).absolute())
 
 
 def constant(default: Any, **limits: Any) -> Any:

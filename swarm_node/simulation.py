@@ -78,6 +78,8 @@ class Swarm:
     ) -> None:
         """
         Args:
+            specs: one a node, with names that differ.
+            seed: of the network and of every node; the same one gives the same run.
             link: what connects any two peers; `network.set_link`, `network.partition`, `network.churn` change it.
             adversaries: peer id -> what it does every virtual second.
 
@@ -103,6 +105,8 @@ class Swarm:
         is finished.
 
         Args:
+            steps: that each node takes from here on.
+            seconds: of virtual time; give this or `steps`, not both.
             on_step: called after every step with the node that took it.
         """
         if (steps is None) == (seconds is None):

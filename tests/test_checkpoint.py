@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from swarm_node import checkpoint as module
 from swarm_node.checkpoint import Checkpoint, CheckpointError, DiskFull, check_room, load_latest, read_latest, save_checkpoint
@@ -50,6 +51,29 @@ def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "checkpoints", make(1200))
     assert path == tmp_path / "checkpoints" / "step-00001200"
     assert_same(load_latest(tmp_path / "checkpoints"), make(1200))
+
+
+def test_what_a_checkpoint_holds_is_on_the_disk_before_it_gets_its_name_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not flushed before the rename may be empty after a power cut, under a name that says it is whole."""
+    fsync, rename, flushed = os.fsync, os.rename, set[int]()
+
+    def note_fsync(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check_rename(source: Path, target: Path) -> None:
+        paths = [Path(source), *Path(source).iterdir()]
+        assert [path.name for path in paths if path.stat().st_ino not in flushed] == []
+        assert len(paths) == 6
+        flushed.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", check_rename)
+    save_checkpoint(tmp_path, make(1))
+    assert flushed == {tmp_path.stat().st_ino}
 
 
 def test_nothing_saved_is_nothing_loaded(tmp_path: Path) -> None:
@@ -258,12 +282,11 @@ def test_a_quota_that_is_reached_while_writing_costs_the_oldest_and_never_the_ne
 ) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, make(step))
-    write = module.save_file
 
     def limited(tensors: dict[str, torch.Tensor], path: Path) -> None:  # the disk itself says that there is room
         if len(list(tmp_path.glob("step-*"))) > 1:
             raise SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)")
-        write(tensors, path)
+        save_file(tensors, path)
 
     monkeypatch.setattr(module, "save_file", limited)
     save_checkpoint(tmp_path, make(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -138,3 +139,22 @@ def test_what_the_disk_refuses_names_the_file(tmp_path: Path) -> None:
         home.metrics.mkdir()
         with pytest.raises(HomeError, match=r"metrics\.jsonl cannot be written: Is a directory; .*--home"), home.writing():
             home.metrics.write_text("")
+
+
+def test_a_lock_file_that_was_replaced_meanwhile_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, its holder leaves and removes it, and a third process takes the home."""
+    flock, third = fcntl.flock, []
+
+    def late(lock: int, how: int) -> None:
+        if not third:
+            (tmp_path / "lock").unlink()
+            third.append(os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT))
+            flock(third[0], fcntl.LOCK_EX)
+        flock(lock, how)
+
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(HomeInUse):
+        Home.open(tmp_path)
+    os.close(third[0])
+    Home.open(tmp_path).close()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from swarm_node.node import Node, ResumeError, Sampled
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
 from swarm_node.policy import catalogue
+from swarm_node.policy.parts import unwrap
 from swarm_node.policy.rollout_adapter import AdapterError
 from swarm_node.rollout.engine import Rollout, RolloutReport
 from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
@@ -35,7 +37,7 @@ from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, Tas
 MakeSwarm = Callable[..., Swarm]
 
 
-def alone(swarm: MakeSwarm, **spec: object) -> Node:
+def alone(swarm: MakeSwarm, **spec: Any) -> Node:
     return swarm([NodeSpec("ada", **spec)], seed=1)["ada"].node
 
 
@@ -158,7 +160,7 @@ def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwa
     for name in ("distill_loss", "acceptance_p5", "sparse_share"):
         np.testing.assert_equal([getattr(row, name) for row in after], [getattr(row, name) for row in rows[2:]])
 
-    with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}  # type: ignore[dict-item]
+    with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}
     with pytest.raises(AdapterError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
         alone(swarm, config=with_engine)
 
@@ -270,7 +272,7 @@ def test_a_problem_that_cannot_be_made_is_passed_over(swarm: MakeSwarm, monkeypa
     assert len(problems) == len(prompts) == 2
     assert problems[0].index == usual[1].index
     node.context = 10
-    node.policy.model.config.max_position_embeddings = 10
+    unwrap(node.policy.model).config.max_position_embeddings = 10
     with pytest.raises(TaskError, match="none of 64 problems of chain-sum:2 can be used with a context of 10 tokens"):
         node.evaluate("eval")
     with pytest.raises(TaskError, match="none of 1024 problems of chain-sum:2 can be used with a context of 10 tokens"):

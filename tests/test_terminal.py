@@ -115,7 +115,8 @@ def test_the_console_shows_warnings_and_the_file_what_is_of_note(
     monkeypatch.delenv("SWARM_NODE_LOG", raising=False)
     log_to_console()
     assert log_file() is None
-    assert log_to_file(tmp_path) == tmp_path / "node.log" == log_file()
+    log_to_file(tmp_path)
+    assert log_file() == tmp_path / "node.log"
     log = logging.getLogger("swarm_node.somewhere")
     log.debug("detail")
     log.info("note")

@@ -33,6 +33,7 @@ class Head:
     """The logits are cap * tanh(logits / cap)."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V), of the type of `hidden`; the factor comes before the cap."""
         out = linear(hidden, self.weight, self.bias)
         if self.factor != 1.0:
             out = out * self.factor

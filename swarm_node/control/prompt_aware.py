@@ -69,6 +69,7 @@ class FeatureTable:
         ]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from `state()`. Anything else may be taken in part before it raises: `Controller.restore` tries it on a new one."""
         self._features.clear()
         for saved in state:
             found = FeatureArms(self._candidates, int(saved["step"]))

@@ -51,6 +51,7 @@ class DistillReport:
 
     @property
     def acceptance_mean(self) -> float:
+        """Over all tokens of all completions; NaN where there was none."""
         values = np.concatenate([values for _, values in self.acceptance]) if self.acceptance else np.empty(0)
         return float(values.mean()) if len(values) else float("nan")
 
@@ -62,6 +63,8 @@ class Distiller:
         """
         Args:
             model: The policy's model, which the adapter was made for.
+            adapter: What is trained; the model's own weights are not.
+            options: `[distill]`.
             seed: Of the choice of completions.
         """
         self.adapter = adapter
@@ -202,7 +205,11 @@ def token_divergences(
 
     Args:
         project: The LM head, (n, H) -> (n, V).
-        dense_hidden, sparse_hidden: (T, H), T >= 1.
+        dense_hidden: (T, H), T >= 1.
+        sparse_hidden: (T, H).
+        direction: See `divergence`.
+        temperature: Of the sampling; divides the logits.
+        chunk_tokens: Positions whose logits are held at once.
 
     Returns:
         Divergences (T,) float32, differentiable in `sparse_hidden`, and acceptances (T,) float32 without gradient: the sum of

@@ -56,4 +56,5 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of the whole step; 0 where no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0

@@ -280,6 +280,7 @@ class MetricsWriter:
         self.write(EventRow(step=step, time=time, name=RESUME))
 
     def close(self) -> None:
+        """Close the file. What it refuses only now is counted in `lost`, like a row."""
         try:
             self._file.close()
         except OSError as error:  # a network disk says so only now

@@ -37,6 +37,7 @@ class StatusFile:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread and write the last status; waits for the thread."""
         self._closing.set()
         self._thread.join()
         self._write()

@@ -54,6 +54,7 @@ def prefill(model: nn.Module, prompts: Sequence[NDArray[np.int32]], room: int) -
     """Run the prompts once, padded on the left.
 
     Args:
+        model: A transformers causal language model, perhaps wrapped by peft.
         prompts: Token ids (P,) each, P >= 1.
         room: Positions after the prompts that the mask shall have.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from swarm_node.options import Options, constant
+from swarm_node.options import Options, absolute, constant
 from swarm_node.policy import catalogue
 
 
@@ -33,6 +32,4 @@ class ModelOptions(Options):
     @field_validator("name")
     @classmethod
     def _make_absolute(cls, name: str) -> str:
-        """A folder means the same wherever the node is started next."""
-        folder = os.path.expanduser(name)
-        return str(Path(folder).absolute()) if name not in ("auto", *catalogue.names()) and os.path.isdir(folder) else name
+        return absolute(name) if name not in ("auto", *catalogue.names()) and os.path.isdir(absolute(name)) else name

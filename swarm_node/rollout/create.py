@@ -26,6 +26,8 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
     its place, and says so.
 
     Args:
+        policy: What it samples from; read at every call, so it may learn meanwhile.
+        options: `[rollout]`.
         sparsity: Of the sparse engine; None: dense.
         home: Where a calibrated schedule may lie.
 

@@ -71,6 +71,7 @@ class RolloutReport:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of the whole rollout, prefill included; 0 where no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -137,6 +138,10 @@ class Engine(ABC):
         """Sample every group to its end (stop token or `max_new_tokens`).
 
         Args:
+            requests: One a group; equal keys draw equal noise.
+            seed: Of the noise stream, see `GroupRequest.key`.
+            temperature: Above 0; divides the logits.
+            max_new_tokens: Of each completion, its stop token included.
             dense: From the policy itself, without schedule and adapter: that is what an evaluation measures. `GroupRequest.budgets` hold.
 
         Raises:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from swarm_node.options import Options, constant
+from swarm_node.options import Options, absolute, constant
 
 
 class RolloutOptions(Options):
@@ -47,6 +46,4 @@ class SparsityOptions(Options):
     @field_validator("schedule")
     @classmethod
     def _make_absolute(cls, schedule: str) -> str:
-        """A file means the same wherever the node is started next."""
-        file = os.path.expanduser(schedule)
-        return str(Path(file).absolute()) if schedule not in ("auto", "dense") and os.path.isfile(file) else schedule
+        return absolute(schedule) if schedule not in ("auto", "dense") and os.path.isfile(absolute(schedule)) else schedule

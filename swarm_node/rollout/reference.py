@@ -62,8 +62,11 @@ class ReferenceEngine(Engine):
         """Sample one batch; all slots are at the same position of their completions.
 
         Args:
+            requests: All of the call.
             owners: (B,), the request that each slot belongs to.
             noise: (B,), the slots' random streams.
+            temperature: Divides the logits.
+            max_new_tokens: Positions at most.
         """
         policy = self._policy
         device = policy.device
@@ -138,6 +141,7 @@ class Slots:
 
     @property
     def all_finished(self) -> bool:
+        """Whether every slot has stopped; one at the token limit has not."""
         return bool(self._stopped.all())
 
     @property

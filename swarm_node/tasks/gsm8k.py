@@ -1,6 +1,6 @@
-"""`gsm8k:PATH`: grade-school word problems (arXiv 2110.14168) in the published JSONL format.
+r"""`gsm8k:PATH`: grade-school word problems (arXiv 2110.14168) in the published JSONL format.
 
-    {"question": "Natalia sold clips to 48 …", "answer": "She sold 48/2 = <<48/2=24>>24 clips …\\n#### 72"}
+    {"question": "Natalia sold clips to 48 …", "answer": "She sold 48/2 = <<48/2=24>>24 clips …\n#### 72"}
 
 A folder gives `train.jsonl` to training and `test.jsonl` to evaluation; a single file holds one problem in HOLDOUT out, by a hash of its
 question. The path stays on this machine: the task is named by its content, so peers with the same problems have the same task. A record

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from pydantic import Field, field_validator
 
-from swarm_node.options import Options
+from swarm_node.options import Options, absolute
 
 
 class TaskOptions(Options):
@@ -21,6 +18,5 @@ class TaskOptions(Options):
     @field_validator("name")
     @classmethod
     def _make_absolute(cls, name: str) -> str:
-        """A file means the same wherever the node is started next."""
         kind, _, path = name.partition(":")
-        return f"{kind}:{Path(os.path.expanduser(path)).absolute()}" if kind == "gsm8k" and path else name
+        return f"{kind}:{absolute(path)}" if kind == "gsm8k" and path else name

@@ -15,6 +15,7 @@ import typer
 
 from swarm_node.cli import app as cli
 from swarm_node.cli.join import SPINS
+from swarm_node.config import Config
 from swarm_node.home import Home
 from swarm_node.network.identity import load_or_create
 from swarm_node.observe import report
@@ -237,8 +238,13 @@ def test_config_show_prints_where_every_value_came_from(run: Run, tmp_path: Path
 def test_join_puts_every_option_where_it_belongs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swarm_node import lifecycle
 
-    seen = []
-    monkeypatch.setattr(lifecycle, "run", lambda config, profile: seen.append(config) or 0)
+    seen: list[Config] = []
+
+    def remember(config: Config, *, profile: bool) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(lifecycle, "run", remember)
     peers = [f"{where}/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB" for where in ("/ip4/192.0.2.7/tcp/1", "/dns4/ada/tcp/2")]
     result = run(
         *("join", "--model", "tiny-s", "--lora", "--task", "chain-sum:2", "--swarm", "ours", "--peer", peers[0], "--peer", peers[1]),
@@ -256,8 +262,13 @@ def test_join_puts_every_option_where_it_belongs(run: Run, tmp_path: Path, monke
 def test_full_takes_back_the_files_lora(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swarm_node import lifecycle
 
-    seen = []
-    monkeypatch.setattr(lifecycle, "run", lambda config, profile: seen.append(config.model.lora) or 0)
+    seen: list[bool] = []
+
+    def remember(config: Config, *, profile: bool) -> int:
+        seen.append(config.model.lora)
+        return 0
+
+    monkeypatch.setattr(lifecycle, "run", remember)
     (tmp_path / "c.toml").write_text("[model]\nlora = true\n")
     run("join", "--config", tmp_path / "c.toml")
     run("join", "--config", tmp_path / "c.toml", "--full")

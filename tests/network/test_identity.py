@@ -85,12 +85,13 @@ def test_the_seed_never_shows_in_a_representation() -> None:
     assert repr(SEED) not in repr(Identity(SEED))
 
 
-def test_a_key_that_others_can_read_is_repaired_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604])
+def test_a_key_that_others_can_read_is_repaired_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int) -> None:
     identity = load_or_create(tmp_path)
-    (tmp_path / KEY_FILE).chmod(0o644)
+    (tmp_path / KEY_FILE).chmod(mode)
     assert load_or_create(tmp_path) == identity
     assert mode_of(tmp_path / KEY_FILE) == 0o600
-    assert "0644" in caplog.text
+    assert f"{mode:04o}" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "ab" * 31, "zz" * 32, "ab" * 32 + "00"])

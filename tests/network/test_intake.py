@@ -30,7 +30,7 @@ class Peer:
             "me",
             NetworkOptions(**options),
             self.admission,
-            lambda sender, body: self.delivered.append((sender, body)),  # type: ignore[arg-type]
+            lambda sender, body: self.delivered.append((sender, body)),
         )
 
     def hear(self, sender: str, message: Message) -> bool:

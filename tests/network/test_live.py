@@ -151,9 +151,9 @@ def test_a_swarm_that_began_around_one_node_survives_it(tmp_path: Path) -> None:
             spokes = [stack.enter_context(node(tmp_path / name, peers=listening(hub), remember=False)) for name in ("dan", "eve")]
             await_peers(hub, *spokes)
             await_peers(spokes[0], spokes[1])  # each heard of the other from the hub
-        exchange(*spokes)
+        exchange(spokes[0], spokes[1])
         await_condition(lambda: spokes[0].report().peer_ids == (spokes[1].peer_id,), "the hub is gone")
-        exchange(*spokes)
+        exchange(spokes[0], spokes[1])
 
 
 def test_nodes_of_another_swarm_never_exchange(pair: Pair, tmp_path: Path) -> None:

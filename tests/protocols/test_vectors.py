@@ -17,7 +17,8 @@ PROTOCOLS = Path(__file__).parents[2] / "protocols"
 
 
 def load(name: str) -> list[dict[str, Any]]:
-    return json.loads((PROTOCOLS / "vectors" / f"{name}.json").read_text(encoding="utf-8"))
+    vectors: list[dict[str, Any]] = json.loads((PROTOCOLS / "vectors" / f"{name}.json").read_text(encoding="utf-8"))
+    return vectors
 
 
 @pytest.mark.parametrize("vector", load("groups"), ids=lambda vector: vector["name"])

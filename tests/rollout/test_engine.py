@@ -100,7 +100,8 @@ def test_an_adapter_is_worn_or_refused_by_name(make: Callable[[Policy, RolloutOp
 
     def sampled(dense: bool) -> list[float]:
         [[completion]] = engine.generate([GroupRequest(PROMPT, 1, 0)], seed=1, temperature=1.0, max_new_tokens=6, dense=dense).groups
-        return completion.logprobs.tolist()
+        logprobs: list[float] = completion.logprobs.tolist()
+        return logprobs
 
     bare = sampled(False)
     if make is ReferenceEngine:

@@ -43,7 +43,7 @@ def make_body(sender: str, tokens: int = 40, seed: int = 0, step: int = 0) -> by
 
 def loopback(**options: object) -> NetworkOptions:
     """Options of a node that listens on loopback, on any port, without a directory unless asked for."""
-    return NetworkOptions(**{"listen": ("/ip4/127.0.0.1/tcp/0",), "directory": False, "redial_max_s": 1.0, **options})  # type: ignore[arg-type]
+    return NetworkOptions(**{"listen": ("/ip4/127.0.0.1/tcp/0",), "directory": False, "redial_max_s": 1.0, **options})
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class EarlySlots(Slots):
         """Ended by themselves, with a stop token."""
 
     def record(self, position: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        """As `Slots.record`, and give up what still runs of groups that have enough completions."""
         before = self._stopped.copy()
         super().record(position, tokens, logprobs)
         self._ended |= self._stopped & ~before
@@ -91,14 +92,18 @@ class OverSampling:
         self._fixed = Controller(options, seed)
 
     def choose(self, features: Sequence[str] = ()) -> Decision:
+        """The fixed size, with `extra` completions to start above it."""
         decision = self._fixed.choose(features)
         return Decision(decision.size, decision.multiplier, decision.sampled, decision.changed, decision.sizes, self.extra)
 
     def observe(self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = (), cost: Cost | None = None) -> Observation:
+        """See `Controller.observe`; the lengths are those of the kept completions."""
         return self._fixed.observe(lengths, truncated, cost)
 
     def state(self) -> dict[str, Any]:
+        """See `Controller.state`."""
         return self._fixed.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Controller.restore`."""
         self._fixed.restore(state)

@@ -71,6 +71,7 @@ class DuplicateCheck(Check):
             raise Rejected(Reason.DUPLICATE, f"body {arrival.digest.hex()[:16]} was admitted before")
 
     def admitted(self, arrival: Arrival) -> None:
+        """Remember the digest, with sender and sequence number."""
         self._seen.add(arrival.sender, arrival.digest, arrival.header.sequence)
 
 
@@ -94,6 +95,7 @@ class SenderHistory:
             runs[first : first + 2] = [(runs[first][0], runs[first + 1][1])]
 
     def has_forgotten(self, sequence: int) -> bool:
+        """Whether a number lies within one of the runs."""
         return any(low <= sequence <= high for low, high in self.forgotten)
 
 
@@ -105,6 +107,7 @@ class History:
         self._senders: LRU[str, SenderHistory] = LRU(options.senders)
 
     def of(self, sender: str) -> SenderHistory:
+        """That of one sender; for a sender that is not remembered an empty one, which nothing keeps."""
         return self._senders.get(sender) or SenderHistory()
 
     def is_old(self, sender: str, sequence: int) -> bool:
@@ -113,6 +116,7 @@ class History:
         return sequence in steps or (len(steps) >= self._window and sequence < min(steps))
 
     def add(self, arrival: Arrival) -> None:
+        """Remember an arrival; of more than `reorder_window` the one that came first is dropped."""
         if arrival.sender not in self._senders:
             self._senders[arrival.sender] = SenderHistory()
         steps = self._senders[arrival.sender].steps
@@ -138,6 +142,7 @@ class ReplayCheck(Check):
         self._history = history
 
     def check(self, arrival: Arrival) -> None:
+        """Compares with the sender's history. An old number that no run holds is noted, and passes as the NEW_LIFE-th of them."""
         sequence, sender = arrival.header.sequence, self._history.of(arrival.sender)
         if sender.has_forgotten(sequence):
             raise Rejected(Reason.REPLAY, f"sequence number {sequence} was used before")
@@ -153,6 +158,7 @@ class ReplayCheck(Check):
         sender.steps, sender.waiting = sender.waiting, {}
 
     def admitted(self, arrival: Arrival) -> None:
+        """Remember the sequence number and its policy step."""
         self._history.add(arrival)
 
 
@@ -168,6 +174,7 @@ class StalenessCheck(Check):
         self._bound = bound
 
     def check(self, arrival: Arrival) -> None:
+        """Compares policy steps; what is refused is remembered all the same."""
         step, newest = arrival.header.policy.step, max(self._history.of(arrival.sender).steps.values(), default=0)
         if step < newest - self._bound:
             self._history.add(arrival)

@@ -21,6 +21,7 @@ class Bucket:
     """Clock at the last refill, seconds."""
 
     def refill(self, now: float) -> None:
+        """Add what `now` (seconds) gives since the last refill; nothing when the clock went back."""
         self.level = min(self.per_minute, self.level + self.per_minute * max(0.0, now - self.updated) / 60)
         self.updated = now
 

@@ -52,7 +52,8 @@ class Child:
             on_frame: called in the reader thread with every frame of the child; must be quick and must not raise.
             opening: frames that every new process gets first: its configuration and its state.
             queue_bytes: frames that wait for the child at most; the oldest are dropped and counted.
-            backoff_s: pause before the first restart; doubles with each one up to `backoff_max_s`, with jitter.
+            backoff_s: pause before the first restart; doubles with each one, with jitter.
+            backoff_max_s: the longest pause.
             healthy_s: a process that lived this long starts the back-off anew.
         """
         self.name = name

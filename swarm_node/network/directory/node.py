@@ -117,7 +117,8 @@ class Directory:
         if self._node.protocol.routing_table.get(peer_id=peer) is not None:
             return ""
         try:
-            await asyncio.wait_for(self._node.p2p._client.connect(peer, [Multiaddr(address.transport)]), 10)
+            client = self._node.p2p._client  # noqa: SLF001 -- hivemind dials only peers that it found by itself
+            await asyncio.wait_for(client.connect(peer, [Multiaddr(address.transport)]), 10)
             node_id = await asyncio.wait_for(self._node.protocol.call_ping(peer), 10)
         except PEER_ERRORS as error:
             return f"{error}" or type(error).__name__

@@ -106,9 +106,11 @@ class OwnerValidator:
 
     @property
     def priority(self) -> int:
+        """Hivemind's default: it signs and judges in the order in which validators were registered."""
         return 0
 
     def merge_with(self, other: object) -> bool:
+        """Never: every validator judges by itself."""
         return False
 
     def _signed(self, record: DhtRecord, value: bytes) -> bytes:

@@ -169,8 +169,7 @@ class Mesh:
         while True:
             await trio.sleep(RENEW_EVERY_S * self._rng.uniform(0.8, 1.2))
             with self.guard.watch("renewal"):
-                packet, _ = self._pubsub._build_announce_rpc(self._topic, True)
-                await self._pubsub.message_all_peers(packet.SerializeToString())
+                await self._pubsub.message_all_peers(self._pubsub.get_hello_packet().SerializeToString())
             async with trio.open_nursery() as nursery:
                 for peer in self._host.peers():
                     nursery.start_soon(self._ensure_stream, peer)

@@ -32,11 +32,14 @@ class PullError(RuntimeError):
 class Stream(Protocol):
     """What pulls need of a libp2p stream."""
 
-    async def read(self, n: int | None = None) -> bytes: ...
+    async def read(self, n: int | None = None) -> bytes:
+        """Up to `n` bytes, empty at the end of the stream."""
 
-    async def write(self, data: bytes) -> None: ...
+    async def write(self, data: bytes) -> None:
+        """Send all of `data`."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End our side; the other one reads the end."""
 
 
 class Server:

@@ -38,6 +38,7 @@ class SimulatedNetwork:
     def __init__(self, seed: int, *, link: Link | None = None, options: NetworkOptions | None = None) -> None:
         """
         Args:
+            seed: of every draw: losses, delays, churn and the order of pulls.
             link: what connects any two peers unless `set_link` says otherwise.
             options: what travels inline, and bounds of what a node holds and of what waits for its `drain`.
         """
@@ -108,6 +109,7 @@ class SimulatedNetwork:
         self._members[peer_id].up = False
 
     def rejoin(self, peer_id: str) -> None:
+        """Bring a peer back after `leave`, with everything that it remembers."""
         self._members[peer_id].up = True
 
     def churn(self, peer_ids: Iterable[str], churn: Churn) -> None:

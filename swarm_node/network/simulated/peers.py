@@ -19,15 +19,20 @@ from swarm_node.network.options import NetworkOptions
 class Transport(Protocol):
     """What peers need of the simulated network."""
 
-    def reachable(self, member: Member) -> list[Member]: ...
+    def reachable(self, member: Member) -> list[Member]:
+        """Everybody else that is connected to `member` now."""
 
-    def send(self, sender: Member, raw: bytes, to: Collection[str] | None = None) -> None: ...
+    def send(self, sender: Member, raw: bytes, to: Collection[str] | None = None) -> None:
+        """Put a message on the way to everybody connected, or to the peer ids in `to`."""
 
-    def fetch(self, puller: Member, holder: str, announcement: Announcement, done: Callable[[bytes | None], None]) -> None: ...
+    def fetch(self, puller: Member, holder: str, announcement: Announcement, done: Callable[[bytes | None], None]) -> None:
+        """Ask one holder for an announced body; `done` gets None when it does not deliver."""
 
-    def after(self, seconds: float, happen: Callable[[], None]) -> None: ...
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        """Let something happen so many virtual seconds from now."""
 
-    def remove(self, member: Member) -> None: ...
+    def remove(self, member: Member) -> None:
+        """Take somebody off the network for good."""
 
 
 class Member:
@@ -58,16 +63,20 @@ class SimulatedGossip(Member):
         self._published = 0
 
     def publish(self, body: bytes) -> None:
+        """Send the group, or where it is large its announcement, over the simulated links."""
         self.network.send(self, encode_message(self._intake.wrap(body, self._policy)))
         self._published += 1
 
     def drain(self) -> list[Received]:
+        """See `Gossip.drain`."""
         return self._inbox.drain()
 
     def progress(self, step: int, policy: str) -> None:
+        """Announcements carry `policy` from now on; the step is not used."""
         self._policy = policy
 
     def report(self) -> NetworkReport:
+        """As of this virtual moment; peers are those reachable now."""
         peers = len(self.network.reachable(self))
         trouble = "" if peers else "no peers: the simulated link is down" if not self.up else "no peers yet"
         return NetworkReport(
@@ -82,9 +91,11 @@ class SimulatedGossip(Member):
         )
 
     def close(self) -> None:
+        """Leave the network for good; what was sent still arrives."""
         self.network.remove(self)
 
     def hear(self, sender: str, raw: bytes) -> None:
+        """Judge a message, and ask for the body where it announces a wanted one."""
         self._intake.hear(sender, sender, raw)
         self._begin_pulls()
 
@@ -120,4 +131,5 @@ class RawPeer(Member):
         self.network.send(self, raw, to)
 
     def hear(self, sender: str, raw: bytes) -> None:
+        """Keep it in `heard`, unjudged."""
         self.heard.append((sender, raw))

@@ -70,9 +70,11 @@ def rescore(
     Several completions of one prompt share its keys and values, so a long prompt is computed once.
 
     Args:
+        policy: Scores densely.
         prompt: (P,) token ids, P >= 1.
         completions: Pairs of token ids (T,) and the logits (T, V) that they were drawn from, before the temperature; or the top tokens of
             those, at the temperature.
+        temperature: That they were drawn at.
 
     Returns:
         One array (T,) a completion: acceptance, or its lower bound where only the top tokens are known. The first token was drawn from the

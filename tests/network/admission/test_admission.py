@@ -23,6 +23,7 @@ from swarm_protocols.reject import Reason, Rejected
 from swarm_node.network.admission.cheap import MAX_RUNS, NEW_LIFE, SenderHistory
 from swarm_node.network.admission.halves import CheapAdmission, FullAdmission
 from swarm_node.network.admission.options import AdmissionOptions
+from swarm_node.network.admission.quota import Quota
 from swarm_node.network.admission.recent import SeenDigests
 from swarm_node.tasks.assignment import MAX_SLOTS
 from swarm_node.tasks.base import TaskError
@@ -96,7 +97,7 @@ def test_a_malformed_body_is_refused_with_its_reason_counted(change: Callable[[b
 def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
     clock, bodies = Clock(), [body_of(number) for number in range(11)]
     costs = {"groups": 10, "tokens": 10 * 115, "bytes": sum(map(len, bodies[:10]))}
-    admission = cheap(clock, **{f"{kind}_per_minute": costs[kind]})
+    admission = cheap(clock, None, **{f"{kind}_per_minute": costs[kind]})
     for body in bodies[:10]:
         admission.admit("alice", body)
     assert reason_of(admission.admit, "alice", bodies[10]) == Reason.OVER_QUOTA
@@ -104,6 +105,19 @@ def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
     clock.now += 12  # a fifth of a minute: room for two
     admission.admit("alice", body_of(11))
     assert admission.rejections == {"over_quota": 1}
+
+
+def test_a_quota_refills_in_a_minute_and_holds_no_more_than_that() -> None:
+    clock = Clock()
+    quota = Quota(AdmissionOptions(tokens_per_minute=600), clock)
+    quota.take("alice", tokens=600)
+    clock.now += 30
+    with pytest.raises(Rejected, match="301 tokens with 300 left of 600 a minute"):
+        quota.take("alice", tokens=301)
+    quota.take("alice", tokens=300)
+    clock.now += 3600
+    with pytest.raises(Rejected, match="601 tokens with 600 left"):
+        quota.require("alice", tokens=601)
 
 
 def test_refused_groups_count_against_the_quota() -> None:
@@ -376,8 +390,8 @@ def hostile_high_plane(body: bytes, value: bytes) -> bytes:
     fields = msgpack.unpackb(body[3:size])
     columns = body[size : len(body) - fields[18][-1]]
     fields[18][-1] = fields[15]
-    header = msgpack.packb(fields)
-    return body[:1] + len(header).to_bytes(2, "little") + header + columns + value * fields[15]
+    header: bytes = msgpack.packb(fields)
+    return body[:1] + len(header).to_bytes(2, "little") + header + columns + value * int(fields[15])
 
 
 def test_honest_extremes_pass() -> None:

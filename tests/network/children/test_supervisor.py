@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import threading
@@ -127,6 +128,35 @@ def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
         supervised.close(timeout_s=0.5)
 
 
+class Pauses(threading.Event):
+    """Set after five waits, which take no time and are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        if len(self.seconds) == 5:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize(("healthy_s", "pauses"), [(float("inf"), [0.5, 1.0, 2.0, 3.0, 3.0]), (0.0, [0.5] * 5)])
+def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_healthy_life(
+    monkeypatch: pytest.MonkeyPatch, healthy_s: float, pauses: list[float]
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
+    supervised = Child("idle", "swarm_node.no_such_module", lambda frame: None, list, backoff_s=0.5, backoff_max_s=3, healthy_s=healthy_s)
+    monkeypatch.setattr(supervised, "_run_once", lambda: None)
+    closing = Pauses()
+    monkeypatch.setattr(supervised, "_closing", closing)
+    supervised._supervise()
+    assert closing.seconds == pauses
+    assert supervised.restarts == 4
+
+
 def test_closing_before_starting_is_allowed() -> None:
     Child("idle", "swarm_node.no_such_module", lambda frame: None, list).close()
 
@@ -163,6 +193,6 @@ def test_a_frame_arrives_whole_in_pieces_and_not_at_all_when_the_sender_dies() -
 
 def _alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

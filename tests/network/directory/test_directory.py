@@ -80,7 +80,7 @@ print("torch" in sys.modules, "libp2p" in sys.modules, node.DHTNode.__name__)
     assert done.stdout.split() == [str(torch), "False", "DHTNode"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
     """As hivemind hands it to a validator."""
 

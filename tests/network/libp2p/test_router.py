@@ -270,6 +270,7 @@ def run_puller(
     admission = CheapAdmission(tasks=(), assigned=lambda sender, problem, step: True)
     intake = Intake("me", NetworkOptions(), admission, lambda sender, body: None)
     asked: list[tuple[str, float]] = []
+    start = 0.0
 
     async def pull_from(holder: str, announcement: Announcement) -> bytes:
         asked.append((holder, trio.current_time() - start))
@@ -292,7 +293,6 @@ def run_puller(
             await trio.sleep(seconds)
             nursery.cancel_scope.cancel()
 
-    start = 0.0
     trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
     return intake, asked
 
