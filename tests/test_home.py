@@ -143,7 +143,8 @@ def test_what_the_disk_refuses_names_the_file(tmp_path: Path) -> None:
 
 def test_a_lock_file_that_was_replaced_meanwhile_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between opening the file and locking it, its holder leaves and removes it, and a third process takes the home."""
-    flock, third = fcntl.flock, []
+    flock = fcntl.flock
+    third: list[int] = []
 
     def late(lock: int, how: int) -> None:
         if not third:

@@ -77,7 +77,8 @@ def test_an_error_in_a_rollout_leaves_the_last_complete_step(
     with pytest.raises(RuntimeError, match="a bug in an engine") as caught:
         run(config(), lambda line: None)
     assert saved_step(tmp_path) == 2
-    assert re.fullmatch(r"rolling-out for \d+ s at step 2", *caught.value.__notes__)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"rolling-out for \d+ s at step 2", note)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,11 @@ def test_an_error_before_the_first_step_leaves_no_checkpoint(
 def test_a_node_that_is_stopped_before_its_first_step_has_nothing_to_save(
     config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Node, "sample", lambda *given: os.kill(os.getpid(), signal.SIGTERM) or signal.pause())
+    def be_stopped(*given: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    monkeypatch.setattr(Node, "sample", be_stopped)
     said: list[str] = []
     assert run(config(), said.append) == 0
     assert said[-1] == "stopped"

@@ -27,7 +27,7 @@ class Decision:
     sizes: tuple[int, ...] = ()
     """G of each group in the order of the features given to `choose`; empty when none were given."""
     extra: int = 0
-    """Completions started above G in every group, of which the last to finish are thrown away (`baselines.OverSampling`)."""
+    """Completions started above G in every group, of which the last to finish are thrown away (`OverSampling`)."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -212,7 +213,7 @@ def test_a_port_that_becomes_free_in_time_is_waited_for(monkeypatch: pytest.Monk
         waits.append(seconds)
         taken.close()
 
-    monkeypatch.setattr(addresses.time, "sleep", wait)
+    monkeypatch.setattr(time, "sleep", wait)
     check_free([Address("ip4", "127.0.0.1", taken.getsockname()[1])])
     assert len(waits) == 1
 

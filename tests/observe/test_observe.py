@@ -99,6 +99,7 @@ def test_a_change_made_while_another_is_made_is_not_lost(monkeypatch: pytest.Mon
             self._lock.release()
 
     def enter() -> None:
+        assert status is not None
         status.enter(State.CHECKPOINTING, step=7)
         second_has_moved.set()
 

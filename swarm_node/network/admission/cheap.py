@@ -57,6 +57,7 @@ class QuotaCheck(Check):
         self._quota = quota
 
     def check(self, arrival: Arrival) -> None:
+        """Charge one group, its tokens and the body's bytes to the sender."""
         self._quota.take(arrival.sender, groups=1, tokens=arrival.header.tokens, bytes=arrival.bytes)
 
 
@@ -67,6 +68,7 @@ class DuplicateCheck(Check):
         self._seen = seen
 
     def check(self, arrival: Arrival) -> None:
+        """Compares the digest alone."""
         if arrival.digest in self._seen:
             raise Rejected(Reason.DUPLICATE, f"body {arrival.digest.hex()[:16]} was admitted before")
 
@@ -188,6 +190,7 @@ class TaskCheck(Check):
         self._tasks = frozenset(tasks)
 
     def check(self, arrival: Arrival) -> None:
+        """Compares canonical names."""
         task = arrival.header.problem.task
         if task not in self._tasks:
             raise Rejected(Reason.UNKNOWN_TASK, f"task {task!r}, this swarm trains on {', '.join(sorted(self._tasks))}")
@@ -200,6 +203,7 @@ class AssignmentCheck(Check):
         self._assigned = assigned
 
     def check(self, arrival: Arrival) -> None:
+        """Judges the problem at the policy step that the header claims."""
         problem, step = arrival.header.problem, arrival.header.policy.step
         if not self._assigned(arrival.sender, problem, step):
             raise Rejected(Reason.NOT_ASSIGNED, f"problem {problem.index} of stream {problem.seed} is not this sender's at step {step}")
