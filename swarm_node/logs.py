@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import sys
 import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TextIO
 
 FILE = "node.log"
 MAX_BYTES = 4 * 1024 * 1024
 OLDER_FILES = 2
+PATIENCE_S = 1.0
+"""How long a line waits for a reader that is slow, before it is left out."""
 LEVELS = ("debug", "info", "warning", "error")
 VARIABLE = "SWARM_NODE_LOG"
 OURS = logging.getLogger("swarm_node")
@@ -27,12 +31,21 @@ class LogError(ValueError):
     """The level that was asked for does not exist."""
 
 
+def takes_more(stream: TextIO, wait_s: float = PATIENCE_S) -> bool:
+    """Whether a line can be printed without standing still, now or within `wait_s`: a pipe may be full, a terminal paused."""
+    try:
+        return bool(select.select((), (stream.fileno(),), (), wait_s)[1])
+    except (OSError, ValueError):  # there is no descriptor behind it, or none that can be asked
+        return True
+
+
 class _Console(logging.Handler):
     """Standard error, whatever that is now; a message that it does not take is lost, and nothing else."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed, or on a full disk
-            print(self.format(record), file=sys.stderr, flush=True)
+            if takes_more(sys.stderr):
+                print(self.format(record), file=sys.stderr, flush=True)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self.level <= logging.DEBUG or not record.name.startswith(QUIET.name)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from swarm_node.logs import QUIET
+from swarm_node.logs import PATIENCE_S, QUIET, takes_more
 
 log = logging.getLogger(__name__)
 SAID = QUIET.getChild("said")
@@ -33,11 +33,12 @@ class Terminal:
     def __init__(self) -> None:
         open_streams()
         self.lost = False
+        self._stalled = False
 
     def __call__(self, line: str) -> None:
         """Say a line at once, into a pipe too. Never raises because of where it goes."""
         SAID.info("%s", line)
-        if self.lost:
+        if self.lost or self._stands_still():
             return
         try:
             print(line, flush=True)
@@ -45,6 +46,14 @@ class Terminal:
             self.lost = True
             log.warning("standard output is lost (%s): the node goes on and says the rest in its log", error)
             abandon_output()
+
+    def _stands_still(self) -> bool:
+        """Whether nobody reads; said once, and then every line looks whether somebody does again."""
+        still = not takes_more(sys.stdout, 0.0 if self._stalled else PATIENCE_S)
+        if still and not self._stalled:
+            log.warning("nobody reads standard output: until somebody does, lines go to the log alone")
+        self._stalled = still
+        return still
 
 
 def flush_output(probe: bool = False) -> OSError | None:

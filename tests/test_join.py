@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -68,6 +69,11 @@ class Running:
 
 def steps_written(home: Path) -> list[int]:
     return [row.step for row in read_metrics(home / "metrics.jsonl").steps]
+
+
+def logged(home: Path) -> str:
+    path = home / "node.log"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def foreign_used(home: Path) -> int:
@@ -150,6 +156,22 @@ def test_steps_that_could_not_be_saved_end_with_an_error(tmp_path: Path) -> None
     assert "no checkpoint of step 2: a checkpoint needs 2.0 MB" in result.stdout
     assert "Traceback" not in result.stderr
     assert steps_written(tmp_path) == [1, 2]
+
+
+def test_a_node_whose_output_nobody_reads_stops_when_it_is_told_to(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # full after a few lines
+    command = [*COMMAND, "--home", str(tmp_path), *SMALL]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=writing, stderr=writing)
+    os.close(writing)
+    try:
+        await_condition(lambda: "nobody reads standard output" in logged(tmp_path) and steps_written(tmp_path)[-1:] > [12], "it trains on")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANG_S) == 0
+    finally:
+        os.close(reading)
+    done = steps_written(tmp_path)[-1]
+    assert (tmp_path / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
 
 
 def test_a_second_node_in_the_same_home_is_told_the_pid_of_the_first(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -55,6 +56,26 @@ def test_a_closed_pipe_loses_nothing_but_itself(tmp_path: Path) -> None:
         "lost True",
     ]
     assert logged(tmp_path) == ["one", "two λ·±", "three"]
+
+
+def test_a_pipe_that_nobody_reads_stops_nothing_and_is_used_again_when_somebody_does(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filled += os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    code, errors = speak(tmp_path, writing)
+    assert code == 0
+    assert errors == ["nobody reads standard output: until somebody does, lines go to the log alone", "lost False"]
+    assert logged(tmp_path) == ["one", "two λ·±", "three"]
+    with os.fdopen(reading, "rb") as file:
+        assert file.read(filled) == b"x" * filled
+        code, errors = speak(tmp_path, writing)
+        os.close(writing)
+        assert (code, errors) == (0, ["lost False"])
+        assert file.read().decode() == "one\ntwo λ·±\nthree\n"
 
 
 def test_a_full_disk_behind_the_output_is_said_once(tmp_path: Path) -> None:

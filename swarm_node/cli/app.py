@@ -135,8 +135,11 @@ def _keep_trace(error: Exception) -> str:
 
 def _complain(text: str) -> None:
     """Print on standard error, if anybody is there to read it."""
+    from swarm_node.logs import takes_more
+
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        if takes_more(sys.stderr):
+            print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def read_status(home: Path) -> dict[str, Any] | None:
     path = home / FILE
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StatusError(f"{path} cannot be read: {error.strerror}") from None
