@@ -61,6 +61,11 @@ class _File(RotatingFileHandler):
             self.refused = True
             OURS.warning("%s cannot be written (%s): messages are lost", self.baseFilename, sys.exc_info()[1])
 
+    def close(self) -> None:
+        """Closes the file; what it still holds and the disk refuses is lost."""
+        with contextlib.suppress(OSError):
+            super().close()
+
 
 def log_to_console(level: str = "") -> None:
     """Show messages from `level` on, by default what `SWARM_NODE_LOG` says, else warnings, on standard error. Whatever ends a thread is a
