@@ -78,6 +78,25 @@ def test_published_groups_carry_the_problems_assigned_to_this_peer_and_what_samp
         assert len(group.completions) == group.policy.group_size == 4
 
 
+def test_no_two_groups_of_a_node_and_no_two_nodes_of_one_seed_draw_the_same_noise(
+    swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = alone(swarm)
+    ben = Node(ada.config, policy=ada.policy, task=ada.task, peer_id="ben", gossip=Deaf())
+    noise: list[tuple[int, int]] = []
+    for node in (ada, ben):
+        generate = node.engine.generate
+
+        def watch(requests, *, seed, generate=generate, **more):
+            noise.extend((seed, request.key) for request in requests)
+            return generate(requests, seed=seed, **more)
+
+        monkeypatch.setattr(node.engine, "generate", watch)
+        node.step()
+        node.step()
+    assert len(set(noise)) == len(noise) == 8
+
+
 def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_path: Path) -> None:
     straight = alone(swarm)
     rows = [straight.step() for _ in range(6)]

@@ -111,6 +111,17 @@ def test_a_child_that_does_not_read_costs_bounded_memory_and_is_ended_in_time(tm
         await_condition(lambda: not _alive(deaf), "it ended")
 
 
+def test_what_a_child_has_read_makes_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[Frame] = []
+    with child(tmp_path, monkeypatch, frames.append, queue_bytes=300_000) as supervised:
+        for number in range(8):
+            supervised.send("body", number, bytes(100_000))
+            await_condition(lambda number=number: any(frame[1:3] == ["body", number] for frame in frames), f"body {number} is echoed")
+        for _ in range(2):  # together below the bound
+            supervised.send("body", 8, bytes(100_000))
+        assert supervised.dropped == 0
+
+
 def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
     supervised = Child("missing", "swarm_node.no_such_module", lambda frame: None, list, backoff_s=30)
     supervised.start()
