@@ -18,13 +18,14 @@ from swarm_node import lifecycle
 from swarm_node.checkpoint import Checkpoint, read_latest, save_checkpoint
 from swarm_node.cli.app import is_bad_input
 from swarm_node.config import Config, make_config
-from swarm_node.lifecycle import Life, run
+from swarm_node.lifecycle import Life, checkpoint_bytes, run
 from swarm_node.network import addresses
 from swarm_node.network.addresses import ListenError
 from swarm_node.network.gossip import NetworkReport, Nobody
 from swarm_node.node import Node, ResumeError
 from swarm_node.observe.metrics import MetricsWriter, StepRow, read_metrics
 from swarm_node.observe.status import Status
+from swarm_node.simulation import NodeSpec, Swarm
 
 SMALL: dict[str, Any] = {
     "model": {"name": "tiny-s"},
@@ -172,6 +173,14 @@ def test_a_disk_that_refuses_a_checkpoint_costs_the_checkpoint_and_not_the_run(
     assert run(config(checkpoint_every=2), said.append) == 0
     assert any(line.startswith("no checkpoint of step 2:") and "Input/output error" in line for line in said)
     assert saved_step(tmp_path) == 3
+
+
+def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(swarm: Callable[..., Swarm]) -> None:
+    node = swarm([NodeSpec("ada")], seed=1)["ada"].node
+    node.step()
+    checkpoint = node.checkpoint()
+    tensors = [*checkpoint.weights.values(), *checkpoint.optimiser.values()]
+    assert checkpoint_bytes(node.policy) == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.01)
 
 
 def test_what_the_network_says_of_this_machine_is_said_once_and_in_the_status(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from swarm_node.observe.stepline import step_line
 from swarm_node.policy import catalogue
 from swarm_node.policy.parts import unwrap
 from swarm_node.policy.rollout_adapter import AdapterError
-from swarm_node.rollout.engine import Rollout, RolloutReport
+from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
 from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
@@ -82,6 +82,26 @@ def test_published_groups_carry_the_problems_assigned_to_this_peer_and_what_samp
     for group in groups:
         assert group.prompt_hash == hash_prompt(node.prompt(node.problem(group.problem)))
         assert len(group.completions) == group.policy.group_size == 4
+
+
+def test_no_two_groups_of_a_node_and_no_two_nodes_of_one_seed_draw_the_same_noise(
+    swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = alone(swarm)
+    ben = Node(ada.config, policy=ada.policy, task=ada.task, peer_id="ben", gossip=Deaf())
+    noise: list[tuple[int, int]] = []
+    for node in (ada, ben):
+        generate = node.engine.generate
+
+        def watch(requests: Sequence[GroupRequest], *, seed: int, generate: Any = generate, **more: Any) -> Rollout:
+            noise.extend((seed, request.key) for request in requests)
+            rollout: Rollout = generate(requests, seed=seed, **more)
+            return rollout
+
+        monkeypatch.setattr(node.engine, "generate", watch)
+        node.step()
+        node.step()
+    assert len(set(noise)) == len(noise) == 8
 
 
 def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import typer
 
 from swarm_node.cli import app as cli
 from swarm_node.cli.join import SPINS
+from swarm_node.cli.output import print_json
 from swarm_node.config import Config
 from swarm_node.home import Home
 from swarm_node.network.identity import load_or_create
@@ -302,6 +304,11 @@ def test_models_are_listed_and_described(run: Run) -> None:
         unknown = run("model", command, "gpt-9")
         assert unknown.code == 2
         assert "unknown model 'gpt-9'. Known names: auto, tiny-s" in unknown.err
+
+
+def test_numbers_that_json_lacks_are_null_or_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"not measured": math.nan, "ratios": [math.inf, -math.inf, 0.5], 3: (1, Path("a"))})
+    assert json.loads(capsys.readouterr().out) == {"not measured": None, "ratios": ["inf", "-inf", 0.5], "3": [1, "a"]}
 
 
 def test_report_writes_the_file_that_it_names(run: Run, home: Path, tmp_path: Path) -> None:

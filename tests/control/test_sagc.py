@@ -240,6 +240,16 @@ def test_a_controller_restored_through_json_goes_on_as_if_never_stopped(between:
     assert second.state() == whole.state()
 
 
+def test_a_restored_controller_stands_where_it_stood() -> None:
+    controller = Controller(SagcOptions(), seed=0)
+    while controller.choose().size != 16:
+        controller.observe([CALM])
+    for candidates, size in [((4, 8, 16), 16), ((4, 8, 12), 12), ((20, 40), 20)]:  # the nearest that is not above it, or the smallest
+        other = Controller(SagcOptions(candidates=candidates, hold=1000), seed=1)
+        other.restore(controller.state())
+        assert other.choose().size == size
+
+
 def test_a_state_is_restored_into_other_candidates_by_size() -> None:
     old = Controller(SagcOptions(), seed=0)
     for _ in range(4):

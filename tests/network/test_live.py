@@ -258,6 +258,10 @@ def test_counts_go_on_over_restarts_of_the_process_that_counts() -> None:
     assert current["published"] == 6
     assert current["rejections"] == {"stale": 3, "replay": 1}
     assert current["received"] == 0
+    totals.begin()
+    totals.begin()  # a process that ended before it told anything
+    assert totals.current()["published"] == 6
+    assert totals.current()["rejections"] == {"stale": 3, "replay": 1}
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:

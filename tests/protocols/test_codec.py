@@ -173,6 +173,7 @@ def test_a_broken_frame_is_refused(change: Callable[[bytes], bytes], reason: Rea
     [
         (0, b"chain-sum:2", Reason.BAD_SCHEMA),
         (0, "x" * 129, Reason.TOO_LARGE),
+        (0, "é" * 65, Reason.TOO_LARGE),
         (0, "chain\x1b[2Jsum", Reason.BAD_SCHEMA),
         (1, -1, Reason.BAD_SCHEMA),
         (1, 2**63, Reason.BAD_SCHEMA),

@@ -25,7 +25,8 @@ from swarm_node.network.admission.halves import CheapAdmission, FullAdmission
 from swarm_node.network.admission.options import AdmissionOptions
 from swarm_node.network.admission.quota import Quota
 from swarm_node.network.admission.recent import SeenDigests
-from swarm_node.tasks.assignment import MAX_SLOTS
+from swarm_node.network.admission.rules import AdmissionRules
+from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import TaskError
 from tests.support.group_samples import PROMPT, STOP, VOCAB, sample_completion, sample_group
 
@@ -269,6 +270,24 @@ def test_a_problem_must_be_the_one_that_its_sender_was_given() -> None:
     assert asked[0] == ("alice", ProblemRef("chain-sum:2", 7, 1234), 12)
 
 
+def test_a_swarm_s_rules_assign_problems_of_its_own_stream_alone() -> None:
+    index = assigned_index("alice", 12, 3, 7)
+    for shared, owner, seed, good in [
+        (False, "alice", 7, True),
+        (False, "bob", 7, False),
+        (False, "alice", 8, False),  # whoever may choose the stream may choose the problem
+        (True, "alice", 7, False),
+        (True, EVERYBODY, 7, True),
+    ]:
+        problem = {"index": assigned_index(owner, 12, 3, 7) if shared else index, "seed": seed}
+        sender = "mallory" if shared else owner
+        admission = AdmissionRules(("chain-sum:2",), 7, shared_problems=shared).build(Clock())
+        if good:
+            admission.admit(sender, body_of(1, **problem))
+        else:
+            assert reason_of(admission.admit, sender, body_of(1, **problem)) == Reason.NOT_ASSIGNED
+
+
 # -- messages
 
 
@@ -292,6 +311,12 @@ def test_a_known_body_or_one_over_quota_is_not_worth_pulling() -> None:
     assert reason_of(admission.admit_announcement, "bob", announce(body_of(1))) == Reason.DUPLICATE
     assert reason_of(admission.admit_announcement, "alice", announce(body_of(2))) == Reason.OVER_QUOTA
     admission.admit_announcement("bob", announce(body_of(2)))
+
+
+def test_an_announced_size_is_held_against_the_bytes_that_are_left() -> None:
+    admission = cheap(bytes_per_minute=2000)
+    admission.admit_announcement("alice", Announcement(bytes(32), 2000, 4, 5, ""))
+    assert reason_of(admission.admit_announcement, "alice", Announcement(bytes(32), 2001, 4, 5, "")) == Reason.OVER_QUOTA
 
 
 def test_a_flood_of_announcements_is_over_quota() -> None:

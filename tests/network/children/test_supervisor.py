@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,21 @@ def test_a_child_that_does_not_read_costs_bounded_memory_and_is_ended_in_time(tm
         assert deaf is not None
         supervised.close(timeout_s=0.5)
         await_condition(lambda: not _alive(deaf), "it ended")
+
+
+def test_what_a_child_has_read_makes_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[Frame] = []
+
+    def is_echoed(number: int) -> bool:
+        return any(frame[1:3] == ["body", number] for frame in frames)
+
+    with child(tmp_path, monkeypatch, frames.append, queue_bytes=300_000) as supervised:
+        for number in range(8):
+            supervised.send("body", number, bytes(100_000))
+            await_condition(partial(is_echoed, number), f"body {number} is echoed")
+        for _ in range(2):  # together below the bound
+            supervised.send("body", 8, bytes(100_000))
+        assert supervised.dropped == 0
 
 
 def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -121,6 +121,21 @@ def test_the_table_is_bounded_and_configured_addresses_stay() -> None:
     assert known[0].source is Source.CONFIGURED
 
 
+def test_in_a_full_table_only_an_address_that_failed_makes_room() -> None:
+    plan = dialler()
+    for port in range(MAX_TARGETS):
+        plan.add(address(1, port), Source.FOUND, 0)
+    plan.add(address(2), Source.FOUND, 0)
+    assert all(target.address.peer == PEERS[1] for target in plan._targets.values())
+    (target,) = plan.due(1, (), 1)
+    plan.add(address(2), Source.FOUND, 1)  # it is being dialled
+    plan.failed(target, "refused", 1)
+    plan.add(address(2), Source.FOUND, 1)
+    assert [other.address for other in plan._targets.values() if other.address.peer != PEERS[1]] == [address(2)]
+    assert target not in plan._targets.values()
+    assert len(plan._targets) == MAX_TARGETS
+
+
 def test_words_say_what_is_waited_for() -> None:
     plan = dialler()
     assert "waits for others" in plan.waiting_for(0)

@@ -121,6 +121,17 @@ def test_a_large_group_comes_from_another_holder_when_the_announcer_is_gone() ->
     assert carol.drain() == [Received("alice", large_body())]
 
 
+def test_the_announcer_is_asked_first_though_another_holder_is_nearer() -> None:
+    network, (alice, bob, carol) = swarm("alice", "bob", "carol")
+    network.set_link("alice", "carol", Link(latency_s=5.0, jitter=0.0))
+    alice.publish(large_body())
+    network.advance(14.9)
+    assert len(bob.drain()) == 1
+    assert carol.drain() == []
+    network.advance(1)  # announcement, request and body: three latencies
+    assert carol.drain() == [Received("alice", large_body())]
+
+
 def test_a_body_that_nobody_delivers_is_given_up() -> None:
     network, (alice, bob) = swarm("alice", "bob")
     alice.publish(large_body())
@@ -174,6 +185,15 @@ def test_a_partition_cuts_messages_under_way() -> None:
     alice.publish(body_of(1))
     network.partition(["alice"], ["bob"])
     network.advance(1)
+    assert bob.drain() == []
+
+
+def test_a_node_that_left_is_not_reached_by_what_was_under_way() -> None:
+    network, (alice, bob) = swarm("alice", "bob")
+    alice.publish(body_of(1))
+    network.leave("bob")
+    network.advance(1)
+    network.rejoin("bob")
     assert bob.drain() == []
 
 
