@@ -73,13 +73,6 @@ async def until(condition: Callable[[], object], what: str) -> None:
     await trio.to_thread.run_sync(await_condition, condition, what)
 
 
-async def wait_for_goodbye(host: IHost, peer: Any) -> None:
-    """Wait until the node has ended every connection to the host."""
-    with trio.fail_after(HANG_S):
-        while host.get_network().get_connections(peer):
-            await trio.sleep(0.02)
-
-
 async def wait_for_end(stream: INetStream, limit_s: float = 3.0) -> bool:
     """Whether the other side ended the stream in that time: patience before the next misdeed, and nothing to assert."""
     with trio.move_on_after(limit_s):
