@@ -80,7 +80,7 @@ class Policy:
                 text = str(self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
             except Exception as error:  # a template is a program of others: it raises whatever it likes
                 raise ModelError(
-                    f"the chat template of model {self.name} cannot render a user's turn: {first_line(error)}. "
+                    f"the chat template of model {self.source or self.name} cannot render a user's turn: {first_line(error)}. "
                     "Mend chat_template.jinja (or chat_template in tokenizer_config.json), or choose another model."
                 ) from error
         else:
@@ -90,7 +90,9 @@ class Policy:
             ids += self._encode_as_text(piece, special) if index % 2 else self.tokenizer.encode(piece, add_special_tokens=False)
         if not ids:
             where = "chat template" if self.tokenizer.chat_template else "tokenizer"
-            raise ModelError(f"the {where} of model {self.name} makes nothing of a prompt: mend it, or choose another model.")
+            raise ModelError(
+                f"the {where} of model {self.source or self.name} makes nothing of a prompt: mend it, or choose another model."
+            )
         return np.asarray(ids, dtype=np.int32)
 
     def _beginning(self) -> list[int]:
