@@ -311,7 +311,8 @@ def _check_prompts(policy: Policy) -> None:
     first, second = (policy.encode_prompt(question) for question in ("What is 1+2?", "How many are there?"))
     if policy.tokenizer.chat_template and np.array_equal(first, second):
         raise ModelError(
-            f"the chat template of model {policy.source or policy.name} leaves the user's turn out: different questions give the same prompt. "
+            f"the chat template of model {policy.source or policy.name} leaves the user's turn out: "
+            "different questions give the same prompt. "
             "Mend chat_template.jinja (or chat_template in tokenizer_config.json), or choose another model."
         )
 
