@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something of the machine, and nothing of the code.
+settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no-clock")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_nodes_that_know_only_a_directory_meet_though_it_was_dead_at_first(tmp_p
             await_peers(alice, bob)
             await_peers(bob, alice)
             exchange(alice, bob)
-            assert bob.report().trouble == ""
+            await_condition(lambda: bob.report().trouble == "", "no trouble is left")
 
             # the directory's death is nobody's business but its own
             killed = bob.pids["directory"]
@@ -59,8 +59,15 @@ def test_nodes_that_know_only_a_directory_meet_though_it_was_dead_at_first(tmp_p
             await_condition(lambda: bob.report().restarts == 1, "the directory is started again")
             exchange(bob, alice)
             exchange(alice, bob)
-            assert not [process for process in daemon if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+            await_condition(lambda: not any(is_alive(process) for process in daemon), "the dead directory's daemon is gone")
             await_directory(bob)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(
