@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PRESET ?= tiny
 
-.PHONY: setup swarm test check check-slow docker-test setup-vllm test-vllm clean
+.PHONY: setup swarm test test-fast format check check-slow mutants docker-test setup-vllm test-vllm clean
 
 setup: .venv/.installed
 
@@ -23,6 +23,18 @@ swarm: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
+# While working, under a minute: without the files that take the time, which are named here.
+test-fast: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile -q $(addprefix --ignore=tests/,$(SLOWER))
+
+SLOWER := test_join.py test_simulation.py test_lifecycle.py test_node.py test_terminal.py cli examples experiments kernels learning/test_distill.py \
+	network/directory network/libp2p network/test_live.py policy/test_loading.py policy/test_refusals.py policy/test_sparse_attention.py \
+	policy/test_tiny_models.py rollout/calibration rollout/paged rollout/sparsity tasks/test_gym.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -31,6 +43,10 @@ check: setup
 
 check-slow: setup
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Puts the one-line faults of tests/mutants into a copy, and names those that no test of their room notices.
+mutants: setup
+	$(BIN)/python -m tests.mutants.run $(MUTANTS_ARGS)
 
 docker-test: setup
 	docker/test.sh

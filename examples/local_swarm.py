@@ -52,6 +52,7 @@ class LocalNode:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Run `swarm-node join` on the folder, in a session of its own; what it prints goes to node.log."""
         log = (self.home / "node.log").open("wb")
         # One thread a node: three nodes share the machine, and more threads than cores only wait for one another.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -59,10 +60,12 @@ class LocalNode:
         self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
     def metrics(self) -> Metrics | None:
+        """What it has measured; None before its first row."""
         path = self.home / "metrics.jsonl"
         return read_metrics(path) if path.exists() else None
 
     def progress(self) -> str:
+        """One line: the last step, its G, the mean reward of the last ten steps, and the foreign groups used so far."""
         metrics, status = self.metrics(), read_status(self.home)
         if metrics is None or not metrics.steps:
             return f"{self.name} {status['state'] if status else 'starting'}"
@@ -72,6 +75,7 @@ class LocalNode:
         return f"{self.name} step {last.step}, reward {sum(recent) / len(recent):.2f}, G {last.group_size}, {used} foreign groups used"
 
     def summary(self) -> NodeSummary:
+        """Its row of the table; zeros where it never measured anything."""
         metrics = self.metrics() or Metrics((), (), (), 0)
         return dataclasses.replace(summarise(self.name, metrics), model=self.model)
 
@@ -173,6 +177,7 @@ def table(summaries: list[NodeSummary]) -> Table:
 
 
 def main() -> int:
+    """The exit code: 0 when every node ended well, 1 when one failed, 2 when nothing was started, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny", help="a name under examples/presets, or a TOML file")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder that keeps the runs")

@@ -145,12 +145,14 @@ def raise_model(name: str, seed: int) -> LlamaForCausalLM:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for part in (*optimisers, *schedules):
-            part.step()
+        for optimiser, schedule in zip(optimisers, schedules, strict=True):
+            optimiser.step()
+            schedule.step()
         model.zero_grad()
         if step % 50 == 0 or step == recipe.steps:
             print(f"{name} step {step}/{recipe.steps} loss {total:.3f} nats/token {time.monotonic() - started:.0f} s", flush=True)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
@@ -158,13 +160,14 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     draft = folder.with_name(folder.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
-    model.to(torch.bfloat16).save_pretrained(draft)
+    model.bfloat16().save_pretrained(draft)
     build_tokenizer().save_pretrained(draft)
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
 
 def main() -> None:
+    """Make, or with --measure measure, the models named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="MODEL", help=f"which of {', '.join(RECIPES)}; all when none is named")
     parser.add_argument("--out", type=Path, default=HOME, help="folder to put them in (default: the package)")

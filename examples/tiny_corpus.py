@@ -20,11 +20,13 @@ Sample = tuple[str, str]
 
 
 def sum_sample(draws: Draws, level: int) -> Sample:
+    """A training problem of `chain-sum:LEVEL`, worked in one of the styles."""
     terms = _terms(draws, level)
     return "+".join(map(str, terms)) + "=", work(draws, terms)
 
 
 def word_sum_sample(draws: Draws, level: int) -> Sample:
+    """The same in words; the completion first writes the sum in digits."""
     terms = _terms(draws, level)
     return WordSum(level).prompt(terms), "+".join(map(str, terms)) + "=" + work(draws, terms)
 
@@ -79,16 +81,19 @@ def _terms(draws: Draws, level: int) -> tuple[int, ...]:
 
 
 def copy_sample(draws: Draws) -> Sample:
+    """3 to 8 letters to be repeated, so that a model learns to read its prompt."""
     text = _letters(draws)
     return f"copy {text}=", f"#{text}"
 
 
 def reverse_sample(draws: Draws) -> Sample:
+    """3 to 8 letters to be written backwards."""
     text = _letters(draws)
     return f"reverse {text}=", f"#{text[::-1]}"
 
 
 def sort_sample(draws: Draws) -> Sample:
+    """3 to 8 letters to be put in alphabetical order."""
     text = _letters(draws)
     return f"sort {text}=", f"#{''.join(sorted(text))}"
 

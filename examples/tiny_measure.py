@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from swarm_node.tasks.base import Problem, Split, Task
 from swarm_node.tasks.registry import load_task
@@ -26,7 +26,7 @@ def measure(folders: Sequence[Path], problems: int, seed: int) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for folder in folders:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         torch.manual_seed(seed)
         for name, split in ROWS:
@@ -47,7 +47,7 @@ def measure(folders: Sequence[Path], problems: int, seed: int) -> str:
 
 
 @torch.no_grad()
-def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], greedy: bool) -> list[list[int]]:
+def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], greedy: bool) -> list[list[int]]:
     """One completion a problem, as token ids with the stop token."""
     tokenizer.padding_side = "left"
     done: list[list[int]] = []
@@ -63,7 +63,7 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: 
 
 
 def _accuracy(task: Task, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], completions: Sequence[list[int]]) -> str:
-    texts = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions)
+    texts = (str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in completions)
     share = sum(task.reward(problem, text).correct for problem, text in zip(asked, texts, strict=True)) / len(asked)
     return f"{share:.3f} ± {(share * (1 - share) / len(asked)) ** 0.5:.3f}"
 

@@ -2,6 +2,10 @@
 
 A checkpoint is a folder `step-00001200` with `weights.safetensors`, `optimiser.safetensors`, `state.json`, `bodies.bin` (each body after
 its length as a little-endian unsigned 64-bit integer) and `manifest.json`, which names every file's size and SHA-256.
+
+A damaged checkpoint takes no place of a sound one. The process that saves to the folder renames it to `damaged-step-00001200` when it finds
+it, and keeps the newest of those for whoever wants to look. What else lies in the folder is left alone: so is a checkpoint of another
+version's format, and one that the disk does not give now.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import os
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import JsonValue
 from safetensors import SafetensorError
@@ -26,18 +32,28 @@ _LOG = logging.getLogger(__name__)
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("weights.safetensors", "optimiser.safetensors", "state.json", "bodies.bin")
-_WRITING, _ASIDE, _REMOVING = ".writing-", ".aside-", ".removing-"
+_WRITING, _ASIDE, _REMOVING, _DAMAGED = ".writing-", ".aside-", ".removing-", "damaged-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room on the disk, none left of the user's quota, a file larger than is allowed: the same to a node."""
+_OS_ERROR = re.compile(r"os error (\d+)")
+"""How safetensors gives the operating system's error: as text alone."""
 _LENGTH = struct.Struct("<Q")
 _SLACK = 1 << 20
 """Bytes asked for beyond the contents: headers, manifest, folder entries."""
 
 
-class DiskFull(ValueError):
+class CheckpointError(ValueError):
+    """Checkpoints cannot be kept there; the message says why and what to do."""
+
+
+class DiskFull(CheckpointError):
     """There is no room for a checkpoint. Nothing was written."""
 
-    def __init__(self, need: int, free: int, folder: Path) -> None:
+    def __init__(self, need: int, free: int, folder: Path, reason: str = "") -> None:
+        """`reason` is the operating system's, where it refused though there seemed to be room."""
+        refused = f" ({reason})" if reason else ""
         super().__init__(
-            f"a checkpoint needs {need / 1e6:.1f} MB in {folder} and {free / 1e6:.1f} MB are free. "
+            f"a checkpoint needs {need / 1e6:.1f} MB in {folder} and {free / 1e6:.1f} MB are free{refused}. "
             "Make room there, or choose another home with --home."
         )
         self.need = need
@@ -47,6 +63,10 @@ class DiskFull(ValueError):
 
 class _Damaged(Exception):
     """A checkpoint folder does not hold what its manifest says."""
+
+
+class _OtherFormat(Exception):
+    """A checkpoint is another version's."""
 
 
 @dataclass
@@ -72,57 +92,84 @@ class Checkpoint:
 
 
 def check_room(folder: Path, need: int) -> None:
-    """Whether `need` bytes fit on the disk of `folder`, which need not exist yet.
+    """Whether `need` bytes fit on the disk of `folder`, which need not exist yet; what `save_checkpoint` would remove for them counts.
 
     Raises:
         DiskFull: they do not.
+        CheckpointError: something else than a folder is there, or one that this user cannot write to.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise CheckpointError(f"{existing} is not a folder: move it away, or choose another home with --home")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{existing} cannot be written to by this user: change its mode, or choose another home with --home")
     free = shutil.disk_usage(existing).free
-    if free < need:
+    if free + sum(map(_bytes, _removable(folder))) < need:
         raise DiskFull(need, free, folder)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Write a checkpoint below `folder` and remove all but the newest `keep` (at least 1). A checkpoint of the same step is replaced.
+    """Write a checkpoint below `folder` and remove all but it and the newest sound ones, `keep` (at least 1) in all. A checkpoint of the
+    same step is replaced. Where room is short the oldest go before, but never the newest sound one.
 
     Killed at any moment, it leaves the earlier checkpoints complete; a second process must not save to the same folder.
 
     Raises:
         DiskFull: there is no room; nothing was written.
+        CheckpointError: the folder cannot be used; nothing was written.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-    check_room(folder, checkpoint.size + _SLACK)
-    folder.mkdir(parents=True, exist_ok=True)
-    _clean(folder)
-    name = f"step-{checkpoint.step:08d}"
-    temporary = folder / f"{_WRITING}{name}"
-    temporary.mkdir()
+    need = checkpoint.size + _SLACK
+    check_room(folder, need)
+    final = folder / f"step-{checkpoint.step:08d}"
     try:
-        _write(temporary, checkpoint)
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        while shutil.disk_usage(folder).free < need and _make_room(folder):
+            pass
+        temporary = folder / f"{_WRITING}{final.name}"
+        while (reason := _try_to_write(temporary, checkpoint)) is not None:
+            # A quota, or another program that took the room meanwhile. Nothing that is removed makes a larger file allowed.
+            if reason == errno.EFBIG or not _make_room(folder):
+                raise DiskFull(need, shutil.disk_usage(folder).free, folder, os.strerror(reason))
+        if final.is_dir():  # a folder cannot be renamed onto a full one; `_clean` puts it back if the next line is never reached
+            final.rename(folder / f"{_ASIDE}{final.name}")
+        elif os.path.lexists(final):
+            _LOG.warning("%s is no checkpoint and in the way of one: it is %s now", final, final.rename(f"{final}.moved").name)
+        temporary.rename(final)
+        _flush(folder)
+        _clean(folder)
+        others = [path for path in _sound_and_damaged(folder)[0] if path != final]
+        newest_is_another = bool(others) and _step(others[0]) > checkpoint.step
+        for old in others[max(keep - 1, newest_is_another) :]:
+            _remove(old)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        # Another program took the room meanwhile. safetensors gives the operating system's error as text alone.
-        if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-            raise DiskFull(checkpoint.size + _SLACK, shutil.disk_usage(folder).free, folder) from error
-        raise
-    final = folder / name
-    if final.exists():  # a folder cannot be renamed onto a full one; `_clean` puts it back if the next line is never reached
-        final.rename(folder / f"{_ASIDE}{name}")
-    temporary.rename(final)
-    _flush(folder)
-    _clean(folder)
-    for old in _newest_first(folder)[keep:]:
-        _remove(old)
+        raise CheckpointError(f"the checkpoint of step {checkpoint.step} cannot be written to {folder}: {error}") from error
     return final
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is what its manifest says, or None. For the process that saves to `folder`: leftovers are removed."""
-    if folder.is_dir():
+    """The newest checkpoint that is what its manifest says, or None. For the process that saves to `folder`: leftovers are removed, damaged
+    checkpoints set aside, and what does not belong there is named.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+    """
+    if not folder.is_dir():
+        return None
+    try:
         _clean(folder)
-    return read_latest(folder)
+        strays = [path.name for path in folder.iterdir() if not (path.is_dir() and _NAME.fullmatch(path.name.removeprefix(_DAMAGED)))]
+        if strays:
+            _LOG.warning("%s holds what is no checkpoint and is left alone: %s", folder, ", ".join(sorted(strays)))
+        found = _first_sound(folder, _set_aside)
+        for old in _damaged(folder)[:-1]:
+            _LOG.warning("%s is removed: only the newest damaged checkpoint is kept", old)
+            _discard(old)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be used: {error}; repair that, or choose another home") from error
+    return found
 
 
 def read_latest(folder: Path) -> Checkpoint | None:
@@ -130,11 +177,37 @@ def read_latest(folder: Path) -> Checkpoint | None:
 
     Damaged checkpoints are passed over with a warning.
     """
-    for path in _newest_first(folder) if folder.is_dir() else ():
+    return _first_sound(folder, lambda path: path) if folder.is_dir() else None
+
+
+def _first_sound(folder: Path, damaged: Callable[[Path], Path]) -> Checkpoint | None:
+    """The newest checkpoint that can be read; `damaged` is called with the others on the way and says where they are then."""
+    for path in _newest_first(folder):
         try:
             return _read(path)
-        except (_Damaged, OSError) as error:
-            _LOG.warning("checkpoint %s is damaged (%s); trying the one before", path, error)
+        except _Damaged as error:
+            _LOG.warning("checkpoint %s is damaged (%s); trying the one before. It is in %s", path, error, damaged(path))
+        except (_OtherFormat, OSError) as error:
+            _LOG.warning("checkpoint %s cannot be read (%s) and is left alone; trying the one before", path, error)
+    return None
+
+
+def _try_to_write(folder: Path, checkpoint: Checkpoint) -> int | None:
+    """Write into a new folder. Returns None, or the number of the operating system's error where there is no room: nothing is left then.
+
+    Raises:
+        OSError, SafetensorError: another error.
+    """
+    folder.mkdir()
+    try:
+        _write(folder, checkpoint)
+    except (OSError, SafetensorError) as error:
+        _discard(folder)
+        given = _OS_ERROR.search(str(error))
+        number = int(given[1]) if given else getattr(error, "errno", None)
+        if number not in _FULL:
+            raise
+        return number
     return None
 
 
@@ -155,33 +228,69 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _read(folder: Path) -> Checkpoint:
-    """Raises _Damaged, or OSError where the disk does."""
+    """Raises _Damaged, _OtherFormat, or OSError where the disk does."""
     _verify(folder)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if state["format"] != _FORMAT:
-        raise _Damaged(f"its format is {state['format']}, and this version reads {_FORMAT}")
-    return Checkpoint(
-        step=state["step"],
-        weights=load_file(folder / "weights.safetensors"),
-        optimiser=load_file(folder / "optimiser.safetensors"),
-        state=state["state"],
-        bodies=_split((folder / "bodies.bin").read_bytes()),
-    )
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return Checkpoint(
+            step=state["step"],
+            weights=load_file(folder / "weights.safetensors"),
+            optimiser=load_file(folder / "optimiser.safetensors"),
+            state=state["state"],
+            bodies=_split((folder / "bodies.bin").read_bytes()),
+        )
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        struct.error,
+        SafetensorError,
+    ) as error:  # as its manifest says, and no checkpoint all the same
+        raise _Damaged(f"its contents cannot be read: {error!r}") from error
 
 
 def _verify(folder: Path) -> None:
+    """Raises _Damaged where a file is not what the manifest says, and whatever `_verify_sizes` raises."""
+    _verify_sizes(folder)
+    for name, entry in _manifest(folder).items():
+        if _sha256(folder / name) != entry["sha256"]:
+            raise _Damaged(f"{name} does not have the SHA-256 of its manifest")
+
+
+def _verify_sizes(folder: Path) -> None:
+    """The part of `_verify` that costs nothing; what a kill or a full disk leaves behind fails it.
+
+    Raises:
+        _Damaged, _OtherFormat, OSError: as `_read`.
+    """
+    _verify_format(folder)
+    for name, entry in _manifest(folder).items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise _Damaged(f"{name} is missing") from None
+        if size != entry["bytes"]:
+            raise _Damaged(f"{name} has {size} bytes, its manifest says {entry['bytes']}")
+
+
+def _verify_format(folder: Path) -> None:
+    """Raises _OtherFormat. A state that cannot be read is nobody's format: whether it is damaged is for the manifest to say."""
+    try:
+        found = json.loads((folder / "state.json").read_text(encoding="utf-8"))["format"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if found != _FORMAT:
+        raise _OtherFormat(f"its format is {found}, and this version reads {_FORMAT}")
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """What each file of a checkpoint should be."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        expected = {name: (manifest[name]["bytes"], manifest[name]["sha256"]) for name in _FILES}
-        for name, (size, digest) in expected.items():
-            path = folder / name
-            if path.stat().st_size != size:
-                raise _Damaged(f"{name} has {path.stat().st_size} bytes, its manifest says {size}")
-            if _sha256(path) != digest:
-                raise _Damaged(f"{name} does not have the SHA-256 of its manifest")
-    except FileNotFoundError as error:
-        raise _Damaged(f"{Path(error.filename).name} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        return {name: {"bytes": manifest[name]["bytes"], "sha256": manifest[name]["sha256"]} for name in _FILES}
+    except FileNotFoundError:
+        raise _Damaged("manifest.json is missing") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged("its manifest is not readable") from error
 
 
@@ -197,28 +306,96 @@ def _split(packed: bytes) -> list[bytes]:
 
 def _newest_first(folder: Path) -> list[Path]:
     """Checkpoint folders under their final names; damaged ones among them."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    """The step in a name that this module gives."""
+    return int(path.name.rpartition("-")[2])
+
+
+def _removable(folder: Path) -> list[Path]:
+    """What may go when room is short, the first to go first: damaged checkpoints, then sound ones from the oldest, all but the newest."""
+    if not folder.is_dir():
+        return []
+    sound, damaged = _sound_and_damaged(folder)
+    return _damaged(folder) + damaged + sound[:0:-1]
+
+
+def _sound_and_damaged(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Checkpoint folders, newest first, as far as sizes tell; what cannot be read now is neither."""
+    sound, damaged = [], []
+    for path in _newest_first(folder):
+        try:
+            _verify_sizes(path)
+            sound.append(path)
+        except _Damaged:
+            damaged.append(path)
+        except (_OtherFormat, OSError) as error:
+            _LOG.debug("%s is left alone: %s", path, error)
+    return sound, damaged
+
+
+def _make_room(folder: Path) -> bool:
+    """Remove what may go first, and say so; False where nothing may."""
+    old = next(iter(_removable(folder)), None)
+    if old is not None:
+        _LOG.warning("%s is removed to make room for a newer checkpoint", old)
+        _remove(old)
+    return old is not None
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is in nobody's way."""
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    if os.path.lexists(aside):
+        _discard(aside)
+    path.rename(aside)
+    return aside
+
+
+def _damaged(folder: Path) -> list[Path]:
+    """Those that were set aside, the oldest first."""
+    found = [path for path in folder.iterdir() if _is_ours(path, _DAMAGED)]
+    return sorted(found, key=_step)
+
+
+def _is_ours(path: Path, prefix: str) -> bool:
+    """Whether a name is one that this module gives."""
+    return path.name.startswith(prefix) and _NAME.fullmatch(path.name.removeprefix(prefix)) is not None
 
 
 def _clean(folder: Path) -> None:
     """Remove what a killed process left, and put back a checkpoint that had stepped aside for one that never came."""
     for path in list(folder.iterdir()):
-        if path.name.startswith(_ASIDE):
+        if _is_ours(path, _ASIDE):
             original = folder / path.name.removeprefix(_ASIDE)
             if original.exists():
-                shutil.rmtree(path)
+                _discard(path)
             else:
                 path.rename(original)
-        elif path.name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(path)
+        elif _is_ours(path, _WRITING) or _is_ours(path, _REMOVING):
+            _discard(path)
 
 
 def _remove(path: Path) -> None:
     """Take the name away first, so that a half-removed folder is never mistaken for a checkpoint."""
-    leaving = path.with_name(f"{_REMOVING}{path.name}")
+    leaving = path.with_name(f"{_REMOVING}{path.name.removeprefix(_DAMAGED)}")
     path.rename(leaving)
-    shutil.rmtree(leaving)
+    _discard(leaving)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder with all that is in it, or whatever else has that name; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _bytes(path: Path) -> int:
+    """What removing a folder frees."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +25,12 @@ from swarm_node.home import default_home
 from swarm_node.learning.options import DistillOptions, LearningOptions, PoolOptions
 from swarm_node.network.admission.options import AdmissionOptions
 from swarm_node.network.options import NetworkOptions
-from swarm_node.options import Options
+from swarm_node.options import Options, constant, is_constant
 from swarm_node.policy.options import ModelOptions
 from swarm_node.rollout.options import RolloutOptions, SparsityOptions
 from swarm_node.tasks.options import TaskOptions
+
+log = logging.getLogger(__name__)
 
 DEFAULT = "default"
 RUN_ONLY = frozenset({"run.steps", "run.minutes", "run.home"})
@@ -51,7 +54,7 @@ class RunOptions(Options):
     """Problems of an evaluation."""
     eval_samples: int = Field(4, ge=1, le=4096)
     """Completions sampled for each of them."""
-    eval_temperature: float = Field(1.0, ge=0.05, le=4)
+    eval_temperature: float = constant(1.0, ge=0.05, le=4)
     """Sampling temperature of evaluations."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything this node draws: rollout noise, control, the pool. Same seed, same run."""
@@ -146,6 +149,12 @@ def load_config(file: Path | None = None, settings: Sequence[Setting] = ()) -> L
         file = beside if beside.is_file() else None
     text = _read(file) if file else ""
     values = _parse(text, file) if file else {}
+    for key in [key for key in _keys(values) if _is_constant(key)]:
+        log.warning("%s, line %d: %s is no option any more and is ignored", file, find_line(text, key), key)
+        _drop(values, key)
+    for setting in settings:
+        if _is_constant(setting.key):
+            raise ConfigError(f"{setting.option} {setting.key}: this is a constant, and no option")
     sources = {key: f"{file}, line {find_line(text, key)}" for key in _keys(values)}
     for setting in settings:
         _assign(values, setting)
@@ -177,6 +186,8 @@ def entries(loaded: Loaded) -> Iterator[Entry]:
     def walk(options: Options, prefix: str) -> Iterator[Entry]:
         for name, field in type(options).model_fields.items():
             value, key = getattr(options, name), prefix + name
+            if is_constant(field):
+                continue
             if isinstance(value, Options):
                 yield from walk(value, f"{key}.")
             else:
@@ -194,9 +205,9 @@ def save_config(path: Path, config: Config) -> None:
     if path.exists():
         return
     values = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
-    for key in RUN_ONLY:
-        table, _, name = key.partition(".")
-        values.get(table, {}).pop(name, None)
+    for key in list(_keys(values)):
+        if key in RUN_ONLY or _is_constant(key):
+            _drop(values, key)
     path.write_text(tomli_w.dumps({key: value for key, value in values.items() if value != {}}), encoding="utf-8")
 
 
@@ -265,6 +276,18 @@ def _assign(values: dict[str, Any], setting: Setting) -> None:
     table[name] = setting.value
 
 
+def _drop(values: dict[str, Any], key: str) -> None:
+    *tables, name = key.split(".")
+    for part in tables:
+        values = values[part]
+    del values[name]
+
+
+def _is_constant(key: str) -> bool:
+    _, field, depth = _field(key.split("."))
+    return field is not None and depth == key.count(".") + 1 and is_constant(field)
+
+
 def _problem(error: Any, options: Mapping[str, str], text: str, file: Path | None) -> str:
     """One line for one of pydantic's errors."""
     path = [str(part) for part in error["loc"]]
@@ -307,11 +330,11 @@ def _field(path: Iterable[str]) -> tuple[type[Options], FieldInfo | None, int]:
 
 def _suggest(name: str, table: type[Options], prefix: str) -> str:
     """What the user may have meant: the nearest name in this table, or the same name in another one."""
-    here = list(table.model_fields)
+    here = [name for name, field in table.model_fields.items() if not is_constant(field)]
     if near := difflib.get_close_matches(name, here, n=1):
         return f"; did you mean {'.'.join(filter(None, (prefix, near[0])))}?"
     for key in _keys(Config().model_dump()):
-        if key.rpartition(".")[2] == name:
+        if key.rpartition(".")[2] == name and not _is_constant(key):
             return f"; did you mean {key}?"
     return f"; known here: {', '.join(here)}"
 

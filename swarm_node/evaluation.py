@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from swarm_node.config import Config
 from swarm_node.observe.metrics import EvalRow
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
+from swarm_node.prompts import Prompts
 from swarm_node.rollout.engine import Engine, GroupRequest
 from swarm_node.tasks.base import RewardError, Split, Task
 
@@ -34,6 +35,11 @@ class Evaluation:
     task: str
     split: Split
     problems: int
+    """Asked for; those left out are among them."""
+    left_out: int
+    """Problems whose prompt leaves no room for a completion, or which could not be made; they count nowhere."""
+    left_out_why: str
+    """Of the first of them."""
     samples: int
     """Completions a problem."""
     seed: int
@@ -53,7 +59,7 @@ class Evaluation:
     tokens: int
     seconds: float
     per_problem: tuple[float, ...]
-    """Share of right answers of every problem, in order; NaN where no completion could be graded."""
+    """Share of right answers of every problem, in order; NaN where no completion could be graded, or none was sampled."""
 
     def compare(self, base: Evaluation) -> tuple[float, float]:
         """Accuracy minus that of `base`, and the standard error of this difference, paired by problem.
@@ -69,21 +75,8 @@ class Evaluation:
 
     def row(self, step: int, time: float) -> EvalRow:
         """As a row of the metrics file, measured after `step` optimiser steps."""
-        return EvalRow(
-            step=step,
-            time=time,
-            task=self.task,
-            split=self.split,
-            problems=self.problems,
-            samples=self.samples,
-            accuracy=self.accuracy,
-            standard_error=self.standard_error,
-            reward_mean=self.reward_mean,
-            length_mean=self.length_mean,
-            length_max=self.length_max,
-            truncated_share=self.truncated_share,
-            seconds=self.seconds,
-        )
+        measured = {item.name: getattr(self, item.name) for item in fields(EvalRow) if item.name not in ("step", "time")}
+        return EvalRow(step=step, time=time, **measured)
 
 
 def evaluate(
@@ -104,19 +97,26 @@ def evaluate(
     Problems and noise follow from `seed` alone: two policies, or one before and after training, meet the same problems and the same
     random numbers, which makes their difference less noisy than either value. `progress` is called with the problems done so far.
 
-    A problem of which no completion could be graded counts nowhere.
+    A problem that is left out, or of which no completion could be graded, counts nowhere.
+
+    Raises:
+        TaskError: every problem was left out.
     """
     started = time.monotonic()
-    accuracies: list[float] = []
+    prompts = Prompts(policy, task, max_new_tokens, policy.context)
+    accuracies = [math.nan] * problems
     rewards: list[float] = []
     lengths: list[int] = []
     truncated = unscored = 0
     step = max(1, COMPLETIONS_A_CALL // samples)
     for first in range(0, problems, step):
-        batch = [task.problem(seed, index, split) for index in range(first, min(first + step, problems))]
-        requests = [GroupRequest(policy.encode_prompt(problem.prompt), samples, problem.index) for problem in batch]
+        last = min(first + step, problems)
+        batch = list(filter(None, (prompts.draw(seed, index, split) for index in range(first, last))))
+        requests = [GroupRequest(prompt, samples, problem.index) for problem, prompt in batch]
+        if not requests:
+            continue
         rollout = engine.generate(requests, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens, dense=True)
-        for problem, group in zip(batch, rollout.groups, strict=True):
+        for (problem, _), group in zip(batch, rollout.groups, strict=True):
             right: list[bool] = []
             for completion in group:
                 lengths.append(len(completion))
@@ -128,14 +128,17 @@ def evaluate(
                     continue
                 right.append(reward.correct)
                 rewards.append(reward.value)
-            accuracies.append(float(np.mean(right)) if right else math.nan)
+            accuracies[problem.index] = float(np.mean(right)) if right else math.nan
         if progress:
-            progress(first + len(batch))
+            progress(last)
+    prompts.check()
     graded = np.array(accuracies)[~np.isnan(accuracies)]
     return Evaluation(
         task=task.name,
         split=split,
         problems=problems,
+        left_out=prompts.left_out,
+        left_out_why=prompts.why,
         samples=samples,
         seed=seed,
         temperature=temperature,

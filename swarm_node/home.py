@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -49,40 +52,52 @@ class Home:
             HomeError: it cannot be created or written to.
         """
         path = path.expanduser().absolute()
+        created: tuple[Path, ...] = ()
         try:
             created = _make_folders(path)
             lock = _take(path)
         except BlockingIOError:
             raise HomeInUse(_in_use(path)) from None
         except OSError as error:
+            _remove_unused(path, created)
             raise HomeError(f"the home folder {path} cannot be used: {error.strerror}; choose another with --home") from error
         return cls(path, lock, created)
 
     @property
     def config(self) -> Path:
+        """The TOML file with what differed from the defaults at the first start."""
         return self.path / "config.toml"
 
     @property
     def identity(self) -> Path:
+        """The file with the Ed25519 seed."""
         return self.path / "identity.key"
 
     @property
     def metrics(self) -> Path:
+        """The rows of `observe.metrics`, one a line."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints, one folder a kept step."""
         return self.path / "checkpoints"
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn what the disk refuses inside the block into a HomeError."""
+        try:
+            yield
+        except OSError as error:
+            raise HomeError(
+                f"{error.filename or self.path} cannot be written: {error.strerror}; choose another home with --home"
+            ) from error
 
     def close(self) -> None:
         """Let go of the folder; idempotent. Folders that `open` created and nobody put anything in disappear again."""
         if self._lock is None:
             return
-        if self._created and os.listdir(self.path) == [LOCK]:
-            (self.path / LOCK).unlink()
-            with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it
-                for folder in reversed(self._created):
-                    folder.rmdir()
+        _remove_unused(self.path, self._created)
         os.close(self._lock)
         self._lock = None
 
@@ -94,11 +109,17 @@ class Home:
 
 
 def holder(path: Path) -> int | None:
-    """The pid of the process that holds the home folder at `path`, 0 if it did not say, or None where nobody does."""
+    """The pid of the process that holds the home folder at `path`, 0 if it did not say, or None where nobody does.
+
+    Raises:
+        HomeError: the folder refuses to say.
+    """
     try:
         lock = os.open(path / LOCK, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise HomeError(f"the home folder {path} cannot be used: {error.strerror}; choose another with --home") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
@@ -119,6 +140,15 @@ def _make_folders(path: Path) -> tuple[Path, ...]:
     return tuple(reversed(missing))
 
 
+def _remove_unused(path: Path, created: tuple[Path, ...]) -> None:
+    """Remove the folders that were created for a home in which there is nothing but the lock."""
+    with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those around it; nor does it matter if one is gone
+        if created and os.listdir(path) == [LOCK]:
+            (path / LOCK).unlink()
+            for folder in reversed(created):
+                folder.rmdir()
+
+
 def _take(path: Path) -> int:
     """An open descriptor of the folder's lock file, locked and signed by this process. Raises BlockingIOError when another holds it."""
     refused = BlockingIOError()
@@ -133,8 +163,10 @@ def _take(path: Path) -> int:
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
             os.close(lock)
-        except BlockingIOError as error:
+        except OSError as error:
             os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
             refused = error
     raise refused
 
@@ -142,10 +174,10 @@ def _take(path: Path) -> int:
 def _read_pid(path: Path) -> int:
     """The pid in the lock file, 0 where there is none."""
     try:
-        text = (path / LOCK).read_text().strip()
+        text = (path / LOCK).read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return 0
-    return int(text) if text.isdigit() else 0
+    return int(text) if re.fullmatch(r"\d{1,10}", text) else 0
 
 
 def _in_use(path: Path) -> str:

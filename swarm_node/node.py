@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from swarm_protocols.codec import decode_group, encode_group
-from swarm_protocols.group import Completion, Finish, Group, PolicyTag, ProblemRef, hash_prompt
+from swarm_protocols.group import Completion, Group, PolicyTag, ProblemRef, hash_prompt
 from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.reject import Rejected
 
-from swarm_node.checkpoint import Checkpoint
+from swarm_node.checkpoint import Checkpoint, CheckpointError
 from swarm_node.config import Config
 from swarm_node.control.decision import Cost, Decision, Observation
 from swarm_node.control.prompt_aware import prompt_feature
@@ -39,17 +41,19 @@ from swarm_node.observe.metrics import Increments, StepRow
 from swarm_node.observe.status import State, Status
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.rollout_adapter import RolloutAdapter
+from swarm_node.prompts import Prompts
 from swarm_node.rollout.create import create_engine
 from swarm_node.rollout.engine import Engine, GroupRequest, Rollout
 from swarm_node.rollout.noise import node_seed
-from swarm_node.rollout.paged.engine import SparseEngine
 from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
-from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
 
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 
+SEQUENCE_GAP = 1 << 32
+"""Sequence numbers left out after a checkpoint: more than the lost steps after it can have used, 4 s of the clock."""
 JUDGED_PER_PLACE = 4
 """Groups of peers judged in a step for each place that a foreign group can have in its batch."""
 MAX_TRAINED_TOKENS = 8192
@@ -58,10 +62,6 @@ MAX_TRAINED_TOKENS = 8192
 
 ADAPTER = "rollout_adapter."
 """Before the names of the rollout adapter's tensors in a checkpoint."""
-
-
-class DistillError(ValueError):
-    """DistillSparse was asked for where it cannot run; the message says what to do."""
 
 
 class ResumeError(ValueError):
@@ -104,7 +104,9 @@ def check_resumable(state: Mapping[str, Any], policy: Policy) -> None:
         raise ResumeError(f"the checkpoint has format {found}, this version reads {STATE_VERSION}: use another home folder")
     if (state["fingerprint"], state["lora"]) != (policy.fingerprint, policy.lora):
         made_by = f"{state['model']} ({'LoRA' if state['lora'] else 'full'})"
-        here = f"{policy.name} ({'LoRA' if policy.lora else 'full'})"
+        here = f"{policy.source or policy.name} ({'LoRA' if policy.lora else 'full'})"
+        if state["fingerprint"] != policy.fingerprint:
+            made_by, here = f"{made_by} with fingerprint {state['fingerprint']}", f"{here} with {policy.fingerprint}"
         raise ResumeError(f"the checkpoint was made by {made_by} and this run is {here}: ask for that model, or use another --home")
 
 
@@ -124,8 +126,8 @@ class Node:
         sequence: int | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds. `engine` samples; by
-        default the one that the configuration asks for."""
+        """`clock` gives Unix seconds. `sequence` is the first sequence number; by default the clock in nanoseconds, and after `restore`
+        at least what the checkpoint's steps did not use. `engine` samples; by default the one that the configuration asks for."""
         self.config = config
         self.policy = policy
         self.task = task
@@ -134,11 +136,12 @@ class Node:
         self.status = status or Status(clock)
         self.clock = clock
         self._noise_seed = node_seed(config.run.seed, peer_id)
-        self.engine: Engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
+        self.engine = create_engine(policy, config.rollout, config.sparsity, config.home) if engine is None else engine
         self.distiller = self._make_distiller()
         self.controller = Controller(config.control, config.run.seed)
         self.pool = Pool(config.pool)
-        self.trainer = Trainer(policy, config.learning)
+        # Dr. GRPO divides by the longest completion that there can be.
+        self.trainer = Trainer(policy, config.learning.model_copy(update={"constant_length": config.rollout.max_new_tokens}))
         self.context = policy.context or DEFAULT_LIMITS.tokens_per_completion
         self.admission = FullAdmission(
             config.admission,
@@ -153,8 +156,17 @@ class Node:
         """Arrived faster than they could be learned from: dropped before they cost anything."""
         self.steps = 0
         self._sequence = time.time_ns() if sequence is None else sequence
-        self._increments = Increments()
+        self._arrivals, self._refusals = Increments(), Increments()
         self._boundary = self._state()
+        self._updating = False
+
+    def _make_distiller(self) -> Distiller | None:
+        options = self.config.distill
+        if not options.enabled:
+            return None
+        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
+        self.engine.wear(adapter)
+        return Distiller(self.policy.model, adapter, options, self._noise_seed)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +177,11 @@ class Node:
             before_update: called before anything that a checkpoint holds changes, the weights first. Until then the step can be
                 abandoned by an exception and `checkpoint` still describes the step before; afterwards it must be left to finish.
         """
+
+        def update() -> None:
+            before_update()
+            self._updating = True
+
         began = time.perf_counter()
         self.status.enter(State.ROLLING_OUT, step=self.steps)
         problems, prompts = self.next_problems()
@@ -179,18 +196,15 @@ class Node:
         self.status.enter(State.LEARNING)
         for group in (*sampled.groups, *admitted):
             self.pool.add(group)
-        learned = self.trainer.step(self.draw(), before_update)
+        learned = self.trainer.step(self.draw(), update)
         if learned.dropped_for_memory:
             log.warning("%d foreign groups did not fit into memory and were left out", learned.dropped_for_memory)
-        before_update()  # the books of a step without an update must not be torn either
+        update()  # the books of a step without an update must not be torn either
         distilled = self.distill(sampled.groups)
         self.engine.policy_updated(self.steps + 1)
 
-        observed = self.controller.observe(
-            [[len(completion) for completion in group] for group in sampled.rollout.groups],
-            [[completion.finish is Finish.LENGTH for completion in group] for group in sampled.rollout.groups],
-            Cost(sampled.rollout.report.seconds, sampled.rollout.report.slot_idle_share),
-        )
+        rollout, report = sampled.rollout, sampled.rollout.report
+        observed = self.controller.observe(rollout.lengths, rollout.truncated, Cost(report.seconds, report.slot_idle_share))
         self.steps += 1
         gamma = self.config.control.gamma
         self.totals.straggler_sum = gamma * self.totals.straggler_sum + observed.rate
@@ -198,6 +212,7 @@ class Node:
         self.totals.own_groups_used += learned.own_groups
         self.totals.foreign_groups_used += learned.foreign_groups
         self._boundary = self._state()
+        self._updating = False
         self.gossip.progress(self.steps, self.policy.name)
         return self._row(sampled, observed, learned, distilled, len(admitted), time.perf_counter() - began)
 
@@ -205,28 +220,13 @@ class Node:
         """This step's problems: assigned by peer id and step, so that nobody can pick easy ones; in horizontal collaboration by step."""
         seed = self.config.task.seed
         owner = EVERYBODY if self.horizontal else self.peer_id
-        problems: list[Problem] = []
-        prompts: list[NDArray[np.int32]] = []
-        for slot in range(MAX_SLOTS):
-            try:
-                problem = self.task.problem(seed, assigned_index(owner, self.steps, slot, seed))
-            except TaskError as error:  # a data set may fail to make one problem; the next slot has another
-                log.warning("slot %d of step %d has no problem: %s", slot, self.steps, error)
-                continue
-            prompt = self.prompt(problem)
-            if len(prompt) + self.config.rollout.max_new_tokens > self.context:
-                log.warning("the prompt of slot %d has %d tokens and does not fit the context of %d", slot, len(prompt), self.context)
-                continue
-            problems.append(problem)
-            prompts.append(prompt)
-            if len(problems) == self.config.rollout.prompts_per_step:
-                break
-        if not problems:
-            raise TaskError(
-                f"none of {MAX_SLOTS} problems of {self.task.name} can be used with a context of {self.context} tokens: choose another "
-                f"task or model, or lower rollout.max_new_tokens = {self.config.rollout.max_new_tokens}"
-            )
-        return problems, prompts
+        prompts = Prompts(self.policy, self.task, self.config.rollout.max_new_tokens, self.context)
+        drawn = (prompts.draw(seed, assigned_index(owner, self.steps, slot, seed)) for slot in range(MAX_SLOTS))
+        usable = list(islice(filter(None, drawn), self.config.rollout.prompts_per_step))
+        prompts.check()
+        if prompts.left_out:
+            log.warning("step %d left out %d problems, first: %s", self.steps, prompts.left_out, prompts.why)
+        return [problem for problem, _ in usable], [prompt for _, prompt in usable]
 
     def sample(self, problems: Sequence[Problem], prompts: Sequence[NDArray[np.int32]], decision: Decision) -> Sampled:
         """Sample and score one group a problem."""
@@ -286,15 +286,14 @@ class Node:
 
     def distill(self, groups: Sequence[ScoredGroup]) -> DistillReport | None:
         """Train the adapter that only rollouts wear, on the node's own completions; None when there is none or nothing is sparse."""
-        schedule = self.engine.schedule if isinstance(self.engine, SparseEngine) else None
-        if self.distiller is None or schedule is None:
+        if self.distiller is None or self.engine.schedule is None:
             return None
         samples = [
             (torch.from_numpy(group.prompt), torch.from_numpy(completion.tokens))
             for group in groups
             for completion in group.group.completions
         ]
-        return self.distiller.step(samples, schedule.budgets_at, self.config.rollout.temperature)
+        return self.distiller.step(samples, self.engine.schedule.budgets_at, self.config.rollout.temperature)
 
     def evaluate(self, split: Split) -> Evaluation:
         """Sampled accuracy on a split that is never trained on."""
@@ -327,19 +326,6 @@ class Node:
                 scores.append(None)
         return scores
 
-    def _make_distiller(self) -> Distiller | None:
-        options = self.config.distill
-        if not options.enabled:
-            return None
-        if not isinstance(self.engine, SparseEngine):
-            raise DistillError(
-                f"distill.enabled needs the sparse engine, and this node samples with {self.engine.name}: set distill.enabled=false, or "
-                "rollout.engine=sparse with a model that it knows"
-            )
-        adapter = RolloutAdapter(self.policy.model, options.rank, options.alpha, self._noise_seed)
-        self.engine.runner.adapter = adapter
-        return Distiller(self.policy.model, adapter, options, self._noise_seed)
-
     def _group(self, problem: Problem, prompt: NDArray[np.int32], completions: tuple[Completion, ...], sparse_budget: int) -> Group:
         self._sequence += 1
         tag = PolicyTag(
@@ -370,11 +356,23 @@ class Node:
             optimiser |= {f"{ADAPTER}{name}": tensor for name, tensor in self.distiller.state_dict().items()}
         return Checkpoint(step=self.steps, weights=weights, optimiser=optimiser, state=state, bodies=bodies)
 
+    def check_sound(self) -> None:
+        """Whether `checkpoint` describes the last complete step.
+
+        Raises:
+            CheckpointError: an update was left half done, or a weight is not finite.
+        """
+        if self._updating:
+            raise CheckpointError(f"the update after step {self.steps} was left half done")
+        for name, parameter in self.policy.trainable().items():
+            if not bool(parameter.isfinite().all()):
+                raise CheckpointError(f"{name} holds numbers that are not finite")
+
     def _state(self) -> tuple[dict[str, Any], list[bytes]]:
         pool = self.pool.state()
         state = {
             "version": STATE_VERSION,
-            "model": self.policy.name,
+            "model": self.policy.source or self.policy.name,
             "dtype": str(self.policy.dtype).removeprefix("torch."),
             "fingerprint": self.policy.fingerprint,
             "lora": self.policy.lora,
@@ -384,6 +382,7 @@ class Node:
             "trainer": self.trainer.scalars(),
             "engine": self.engine.state(),
             "totals": asdict(self.totals),
+            "sequence": self._sequence,
         }
         return state, pool.bodies
 
@@ -409,6 +408,7 @@ class Node:
         self.pool.restore(PoolState(checkpoint.bodies, state["pool"]), decode_group)
         self.totals = Totals(**state["totals"])
         self.steps = checkpoint.step
+        self._sequence = max(self._sequence, state.get("sequence", 0) + SEQUENCE_GAP)  # older versions saved none
         self.engine.policy_updated(self.steps)
         self._boundary = self._state()
 
@@ -416,26 +416,33 @@ class Node:
 
     def rejections(self) -> dict[str, int]:
         """Reject reason -> count, of both halves of admission."""
-        counts = dict(self.admission.rejections)
-        for reason, count in self.gossip.report().rejections.items():
-            counts[reason] = counts.get(reason, 0) + count
-        return counts
+        return dict(Counter(self.admission.rejections) + Counter(self.gossip.report().rejections))
 
     def _row(
         self, sampled: Sampled, observed: Observation, learned: StepReport, distilled: DistillReport | None, admitted: int, seconds: float
     ) -> StepRow:
-        network = self.gossip.report()
-        lengths = np.array([len(completion) for group in sampled.rollout.groups for completion in group])
-        cut = np.array([completion.finish is Finish.LENGTH for group in sampled.rollout.groups for completion in group])
+        network, rollout = self.gossip.report(), sampled.rollout
         rewards = np.array([reward.value for reward in sampled.rewards] or [np.nan])
         correct = np.array([float(reward.correct) for reward in sampled.rewards] or [np.nan])
-        used = learned.own_groups + learned.foreign_groups
-        since = self._increments.of(
-            {"received": network.received, "dropped": network.dropped + self.groups_unread, "restarts": network.restarts}
-        )
-        refused = self._increments.of({f"rejected {reason}": count for reason, count in self.rejections().items()})
-        report, metrics = sampled.rollout.report, learned.metrics
-        return StepRow(
+        lengths = np.concatenate(rollout.lengths)
+        refused = self._refusals.of(self.rejections())
+        return StepRow.gather(
+            {
+                "decision": sampled.decision,
+                "rollout": rollout.report,
+                "learned": learned,
+                "metrics": learned.metrics,
+                "distilled": distilled,
+                "observed": observed,
+                "network": network,
+            },
+            **self._arrivals.of(
+                {
+                    "groups_received": network.received,
+                    "groups_dropped": network.dropped + self.groups_unread,
+                    "network_restarts": network.restarts,
+                }
+            ),
             step=self.steps,
             time=self.clock(),
             seconds=seconds,
@@ -444,51 +451,12 @@ class Node:
             accuracy=float(correct.mean()),
             length_mean=float(lengths.mean()),
             length_max=int(lengths.max()),
-            truncated_share=float(cut.mean()),
-            group_size=sampled.decision.size,
-            sagc_lambda=observed.multiplier,
+            truncated_share=float(np.concatenate(rollout.truncated).mean()),
             straggler_rate=self.totals.straggler_sum / self.totals.straggler_weight,
             straggler_target=self.config.control.delta,
             feasible=not observed.infeasible,
-            own_groups_used=learned.own_groups,
-            foreign_groups_used=learned.foreign_groups,
-            foreign_share=learned.foreign_groups / used if used else np.nan,
             pool_groups=len(self.pool),
-            kept_share=metrics.kept_share,
-            zero_variance_share=learned.zero_variance_share,
-            stepped=learned.stepped,
-            skipped=learned.skipped,
-            loss=learned.loss,
-            grad_norm=learned.grad_norm,
-            learning_rate=learned.learning_rate,
-            ratio_mean=metrics.ratio_mean,
-            ratio_max=metrics.ratio_max,
-            ratio_truncated_share=metrics.ratio_truncated_share,
-            clip_fraction=metrics.clip_fraction,
-            approx_kl=metrics.approx_kl,
-            approx_kl_sum=metrics.approx_kl_sum,
-            entropy=metrics.entropy,
-            rollout_tokens=report.tokens,
-            rollout_seconds=report.seconds,
-            rollout_tokens_per_second=report.tokens_per_second,
-            slot_idle_share=report.slot_idle_share,
-            straggler_seconds=report.straggler_seconds,
-            preemptions=report.preemptions,
-            sparse_share=report.sparse_share,
-            sparse_budget=report.largest_budget,
-            acceptance_p5=report.acceptance_p5,
-            schedule_change=report.schedule_change,
-            distill_loss=np.nan if distilled is None else distilled.loss,
-            distill_seconds=np.nan if distilled is None else distilled.seconds,
-            learning_tokens=learned.tokens,
-            learning_seconds=learned.seconds,
-            learning_tokens_per_second=learned.tokens_per_second,
-            peers=network.peers,
             groups_sent=len(sampled.groups),
-            groups_received=since.get("received", 0),
             groups_admitted=admitted,
-            groups_dropped=since.get("dropped", 0),
-            network_restarts=since.get("restarts", 0),
-            rejections={name.removeprefix("rejected "): count for name, count in refused.items()},
-            waiting_for=network.trouble,
+            rejections={reason: count for reason, count in refused.items() if count},
         )

@@ -17,7 +17,8 @@ from typing import Any
 
 from swarm_node.config import make_config
 from swarm_node.network.admission.rules import AdmissionRules
-from swarm_node.network.simulated.network import RawPeer, SimulatedNetwork
+from swarm_node.network.simulated.network import SimulatedNetwork
+from swarm_node.network.simulated.peers import RawPeer
 from swarm_node.network.simulated.weather import Link
 from swarm_node.node import Node
 from swarm_node.observe.metrics import StepRow
@@ -77,6 +78,8 @@ class Swarm:
     ) -> None:
         """
         Args:
+            specs: one a node, with names that differ.
+            seed: of the network and of every node; the same one gives the same run.
             link: what connects any two peers; `network.set_link`, `network.partition`, `network.churn` change it.
             adversaries: peer id -> what it does every virtual second.
 
@@ -102,6 +105,8 @@ class Swarm:
         is finished.
 
         Args:
+            steps: that each node takes from here on.
+            seconds: of virtual time; give this or `steps`, not both.
             on_step: called after every step with the node that took it.
         """
         if (steps is None) == (seconds is None):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm_node.cli.config import render_config
-from swarm_node.config import Config, ConfigError, Loaded, Setting, entries, find_line, load_config, parse_setting, save_config
+from swarm_node.config import Config, ConfigError, Loaded, Setting, entries, find_line, load_config, make_config, parse_setting, save_config
 
 
 @pytest.fixture
@@ -182,6 +182,43 @@ def test_a_saved_configuration_holds_what_differs_and_nothing_of_one_start_only(
     assert tomllib.loads(file.read_text())["swarm"] == "ours", "a file that exists is the user's"
 
 
+def test_a_saved_configuration_names_the_same_files_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of the model, the task and the schedule; what only looks like a path, or is called like a folder that is there, stays."""
+    start = tmp_path / "start"
+    for folder in ("llama", "tiny-s", "auto"):
+        (start / "sub" / folder).mkdir(parents=True)
+        (start / folder).mkdir()
+    (start / "own.json").write_text("{}")
+    monkeypatch.chdir(start)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {
+        "model.name": ["./llama", "sub/../llama", "~/start/llama", "tiny-s", "auto", "owner/name", "./nowhere"],
+        "task.name": ["gsm8k:some.jsonl", "gsm8k:~/some.jsonl", "gsm8k", "chain-sum:3", "reasoning-gym:chain_sum?max_terms=3"],
+        "sparsity.schedule": ["own.json", "qwen3-1.7b@0.86", "dense", "auto"],
+    }
+    expected = {
+        "model.name": [f"{start}/llama", f"{start}/sub/../llama", f"{start}/llama", "tiny-s", "auto", "owner/name", "./nowhere"],
+        "task.name": [f"gsm8k:{start}/some.jsonl", f"gsm8k:{tmp_path}/some.jsonl", *given["task.name"][2:]],
+        "sparsity.schedule": [f"{start}/own.json", *given["sparsity.schedule"][1:]],
+    }
+    saved = tmp_path / "saved.toml"
+    for key, values in given.items():
+        table, _, name = key.partition(".")
+        for value, wanted in zip(values, expected[key], strict=True):
+            saved.unlink(missing_ok=True)
+            monkeypatch.chdir(start)
+            save_config(saved, load_config(settings=[Setting(key, value, "--set")]).config)
+            monkeypatch.chdir("/")
+            read = load_config(saved).config.model_dump()
+            assert read[table][name] == wanted
+
+
+def test_a_task_file_may_lie_deep(tmp_path: Path) -> None:
+    deep = f"gsm8k:/{'/'.join(['folder'] * 100)}/some.jsonl"
+    save_config(tmp_path / "saved.toml", load_config(settings=[Setting("task.name", deep, "--task")]).config)
+    assert load_config(tmp_path / "saved.toml").config.task.name == deep
+
+
 @pytest.mark.parametrize(
     ("key", "line"),
     [
@@ -198,3 +235,27 @@ def test_lines_are_found_below_tables_dotted_keys_and_quotes(key: str, line: int
     text = 'swarm = "a"\n# temperature = 3\n[ rollout ] # sampled\n"temperature" = 1\n[run]\nseed = 1\n[pool]\nmax_groups=3\n'
     assert find_line(text, key) == line
     assert find_line("rollout.temperature = 3\nrollout.max_batch = 1\n", "rollout.max_batch") == 2
+
+
+def test_constants_are_no_options_and_an_old_file_that_sets_one_still_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[network]\nping_s = 3.0\nmax_peers = 7\n[learning]\nbeta1 = 0.5\n")
+    loaded = load_config(file)
+    assert (loaded.config.network.ping_s, loaded.config.network.max_peers, loaded.config.learning.beta1) == (10.0, 7, 0.9)
+    assert caplog.messages == [
+        f"{file}, line 2: network.ping_s is no option any more and is ignored",
+        f"{file}, line 5: learning.beta1 is no option any more and is ignored",
+    ]
+    with pytest.raises(ConfigError, match=r"--set network\.ping_s: this is a constant"):
+        load_config(settings=[parse_setting("network.ping_s=3.0")])
+    with pytest.raises(ConfigError, match=r"unknown option network\.pings") as caught:
+        load_config(settings=[parse_setting("network.pings=3.0")])
+    assert "ping_s" not in str(caught.value)
+    assert "network.ping_s" not in {entry.key for entry in entries(load_config())}
+    saved = tmp_path / "saved.toml"
+    save_config(saved, make_config({"network": {"ping_s": 3.0, "max_peers": 7}}))
+    assert tomllib.loads(saved.read_text()) == {"network": {"max_peers": 7}}
+
+
+def test_there_are_few_enough_options_to_read() -> None:
+    assert len(list(entries(load_config()))) <= 80

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,25 +19,27 @@ from swarm_node.checkpoint import Checkpoint, save_checkpoint
 from swarm_node.config import Config
 from swarm_node.evaluation import Evaluation, EvaluationError, evaluate, load_trained
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
-from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task
+from swarm_node.rollout.engine import Engine, GroupRequest, Rollout, RolloutReport
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
 
 class Parrot:
-    """A policy whose text is its tokens."""
+    """A policy whose text is its tokens. A prompt has one token, or as many as it says behind a colon."""
+
+    context = 20
 
     def encode_prompt(self, prompt: str) -> np.ndarray:
-        return np.array([int(prompt)], dtype=np.int32)
+        number, _, length = prompt.partition(":")
+        return np.full(int(length or 1), int(number), dtype=np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
         return " ".join(map(str, tokens))
 
 
-class Scripted:
+class Scripted(Engine):
     """An engine that repeats its key: problem k gets completions of k + 1 tokens; the first of each group ends at the limit."""
 
     name = "scripted"
-    choices = ()
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []
@@ -61,6 +64,9 @@ class Scripted:
 
     def load_state(self, state: dict[str, object]) -> None:
         raise AssertionError("an evaluation restores nothing")
+
+    def _generate(self, *_: object) -> Rollout:
+        raise AssertionError("it answers in `generate`")
 
 
 class Multiples(Task):
@@ -123,6 +129,43 @@ def test_a_completion_without_a_verdict_counts_nowhere_nor_does_a_problem_withou
     second = run(2, 1, task=Shifted())
     assert math.isnan(second.per_problem[1])
     assert (second.accuracy, second.unscored) == (second.per_problem[0], 1)
+
+
+class Wordy(Multiples):
+    """The prompts of problems 1 and 4 are one token too long for 8 new ones; 2 cannot be made, and 3 just fits."""
+
+    def problem(self, seed: int, index: int, split: Split = "train") -> Problem:
+        if index == 2:
+            raise TaskError("no such problem")
+        lengths = {1: ":13", 3: ":12", 4: ":13"}
+        return replace(super().problem(seed, index, split), prompt=f"{1000 * seed + index}{lengths.get(index, '')}")
+
+
+@pytest.mark.parametrize("together", [512, 2])
+def test_an_over_long_problem_is_left_out_and_counted_and_changes_nothing_else(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(evaluation, "COMPLETIONS_A_CALL", together)
+    engine = Scripted()
+    result, whole = run(6, 2, seed=3, engine=engine, task=Wordy()), run(6, 2, seed=3)
+    assert engine.asked == [(index, 3000 + index, 3) for index in (0, 3, 5)]
+    kept = [whole.per_problem[index] for index in (0, 3, 5)]
+    assert [value for value in result.per_problem if not math.isnan(value)] == kept
+    assert [math.isnan(value) for value in result.per_problem] == [False, True, True, False, True, False]
+    assert (result.problems, result.left_out) == (6, 3)
+    assert result.accuracy == pytest.approx(np.mean(kept))
+    assert "a prompt of 13 tokens and max_new_tokens = 8 do not fit the context of 20" in result.left_out_why
+    assert result.row(step=7, time=12.0).left_out == 3
+    assert result.compare(replace(whole, task=result.task)) == pytest.approx((0.0, 0.0))
+
+
+def test_an_evaluation_without_any_usable_problem_says_why() -> None:
+    class Endless(Multiples):
+        def problem(self, seed: int, index: int, split: Split = "train") -> Problem:
+            return replace(super().problem(seed, index, split), prompt="7:13")
+
+    engine = Scripted()
+    with pytest.raises(TaskError, match="none of 4 problems of multiples can be used with a context of 20 tokens: a prompt of 13"):
+        run(4, 2, engine=engine, task=Endless())
+    assert engine.asked == []
 
 
 def test_a_comparison_is_paired_by_problem() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,5 +103,59 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) 
         Home.open(tmp_path / "file" / "home")
 
 
+def test_a_new_home_on_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(HomeError, match=r"b cannot be used: No space left on device; .*--home"):
+        Home.open(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_home_is_nobodys_where_there_is_none(tmp_path: Path) -> None:
     assert holder(tmp_path / "nowhere") is None
+    (tmp_path / "file").write_text("")
+    assert holder(tmp_path / "file") is None
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00", "²".encode(), b"9" * 5000, b"-1", b""])
+def test_a_lock_that_holds_no_pid_is_a_lock_all_the_same(tmp_path: Path, garbage: bytes) -> None:
+    with other_process(tmp_path):
+        (tmp_path / "lock").write_bytes(garbage)
+        assert holder(tmp_path) == 0
+        with pytest.raises(HomeInUse, match="in use by another process"):
+            Home.open(tmp_path)
+
+
+def test_a_folder_that_is_gone_at_the_end_is_no_error(tmp_path: Path) -> None:
+    with Home.open(tmp_path / "a" / "home") as home:
+        shutil.rmtree(tmp_path / "a")
+    assert not home.path.exists()
+
+
+def test_what_the_disk_refuses_names_the_file(tmp_path: Path) -> None:
+    with Home.open(tmp_path) as home:
+        home.metrics.mkdir()
+        with pytest.raises(HomeError, match=r"metrics\.jsonl cannot be written: Is a directory; .*--home"), home.writing():
+            home.metrics.write_text("")
+
+
+def test_a_lock_file_that_was_replaced_meanwhile_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, its holder leaves and removes it, and a third process takes the home."""
+    flock = fcntl.flock
+    third: list[int] = []
+
+    def late(lock: int, how: int) -> None:
+        if not third:
+            (tmp_path / "lock").unlink()
+            third.append(os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT))
+            flock(third[0], fcntl.LOCK_EX)
+        flock(lock, how)
+
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(HomeInUse):
+        Home.open(tmp_path)
+    os.close(third[0])
+    Home.open(tmp_path).close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +15,29 @@ import torch
 from swarm_protocols.codec import decode_group
 from swarm_protocols.group import Completion, Finish, hash_prompt
 
-from swarm_node.checkpoint import load_latest, save_checkpoint
+from swarm_node.checkpoint import Checkpoint, load_latest, save_checkpoint
+from swarm_node.control.decision import Decision, Observation
+from swarm_node.learning.distill import DistillReport
+from swarm_node.learning.report import StepReport
+from swarm_node.learning.scored import ScoredGroup
+from swarm_node.learning.statistics import LossMetrics
 from swarm_node.network.gossip import NetworkReport, Received
-from swarm_node.node import DistillError, Node, ResumeError
+from swarm_node.node import Node, ResumeError, Sampled
 from swarm_node.observe.status import State
 from swarm_node.observe.stepline import step_line
+from swarm_node.policy import catalogue
+from swarm_node.policy.parts import unwrap
+from swarm_node.policy.rollout_adapter import AdapterError
+from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport
 from swarm_node.rollout.sparsity.schedule import Schedule, save_schedule
 from swarm_node.simulation import SMALL, NodeSpec, Swarm
 from swarm_node.tasks.assignment import is_assigned
-from swarm_node.tasks.base import Problem, RewardError, Split, Task, TaskError
+from swarm_node.tasks.base import Problem, Reward, RewardError, Split, Task, TaskError
 
 MakeSwarm = Callable[..., Swarm]
 
 
-def alone(swarm: MakeSwarm, **spec: object) -> Node:
+def alone(swarm: MakeSwarm, **spec: Any) -> Node:
     return swarm([NodeSpec("ada", **spec)], seed=1)["ada"].node
 
 
@@ -38,6 +51,7 @@ class Deaf:
     def __init__(self) -> None:
         self.published: list[bytes] = []
         self.inbox: list[Received] = []
+        self.shown = ""
 
     def publish(self, body: bytes) -> None:
         self.published.append(body)
@@ -46,7 +60,8 @@ class Deaf:
         arrived, self.inbox = self.inbox, []
         return arrived
 
-    def progress(self, step: int, policy: str) -> None: ...
+    def progress(self, step: int, policy: str) -> None:
+        self.shown = policy
 
     def report(self) -> NetworkReport:
         return NetworkReport()
@@ -69,6 +84,26 @@ def test_published_groups_carry_the_problems_assigned_to_this_peer_and_what_samp
         assert len(group.completions) == group.policy.group_size == 4
 
 
+def test_no_two_groups_of_a_node_and_no_two_nodes_of_one_seed_draw_the_same_noise(
+    swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada = alone(swarm)
+    ben = Node(ada.config, policy=ada.policy, task=ada.task, peer_id="ben", gossip=Deaf())
+    noise: list[tuple[int, int]] = []
+    for node in (ada, ben):
+        generate = node.engine.generate
+
+        def watch(requests: Sequence[GroupRequest], *, seed: int, generate: Any = generate, **more: Any) -> Rollout:
+            noise.extend((seed, request.key) for request in requests)
+            rollout: Rollout = generate(requests, seed=seed, **more)
+            return rollout
+
+        monkeypatch.setattr(node.engine, "generate", watch)
+        node.step()
+        node.step()
+    assert len(set(noise)) == len(noise) == 8
+
+
 def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_path: Path) -> None:
     straight = alone(swarm)
     rows = [straight.step() for _ in range(6)]
@@ -87,6 +122,32 @@ def test_2n_steps_equal_n_then_resume_then_n_to_the_bit(swarm: MakeSwarm, tmp_pa
     assert torch.equal(weights(straight), weights(resumed))
     assert [row.reward_mean for row in after] == [row.reward_mean for row in rows[3:]]
     assert [row.group_size for row in after] == [row.group_size for row in rows[3:]]
+
+
+def test_sequence_numbers_go_on_above_the_checkpoints_whatever_the_clock_says(swarm: MakeSwarm) -> None:
+    """The first node's clock starts it at 9e18; it publishes two steps, of which the checkpoint holds one."""
+    node = alone(swarm)
+    node.gossip = deaf = Deaf()
+    node._sequence = 9 * 10**18
+    node.step()
+    checkpoint = node.checkpoint()
+    node.step()
+
+    def numbers_after(checkpoint: Checkpoint, clock: int) -> list[int]:
+        resumed = alone(swarm)
+        resumed.gossip = mesh = Deaf()
+        resumed._sequence = clock
+        resumed.restore(checkpoint)
+        resumed.step()
+        return [decode_group(body).sequence for body in mesh.published]
+
+    used = [decode_group(body).sequence for body in deaf.published]
+    assert min(numbers_after(checkpoint, clock=5)) > max(used)
+    ahead = 9 * 10**18 + 10**15
+    assert numbers_after(checkpoint, clock=ahead) == [ahead + 1, ahead + 2]
+
+    del checkpoint.state["sequence"]  # as versions before saved it
+    assert numbers_after(checkpoint, clock=ahead) == [ahead + 1, ahead + 2]
 
 
 def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwarm, tmp_path: Path) -> None:
@@ -119,8 +180,8 @@ def test_sparse_rollouts_with_their_adapter_resume_to_the_bit_too(swarm: MakeSwa
     for name in ("distill_loss", "acceptance_p5", "sparse_share"):
         np.testing.assert_equal([getattr(row, name) for row in after], [getattr(row, name) for row in rows[2:]])
 
-    with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}  # type: ignore[dict-item]
-    with pytest.raises(DistillError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
+    with_engine = {**config, "rollout": {**config["rollout"], "engine": "reference"}}
+    with pytest.raises(AdapterError, match=r"set distill\.enabled=false, or rollout\.engine=sparse"):
         alone(swarm, config=with_engine)
 
 
@@ -231,6 +292,9 @@ def test_a_problem_that_cannot_be_made_is_passed_over(swarm: MakeSwarm, monkeypa
     assert len(problems) == len(prompts) == 2
     assert problems[0].index == usual[1].index
     node.context = 10
+    unwrap(node.policy.model).config.max_position_embeddings = 10
+    with pytest.raises(TaskError, match="none of 64 problems of chain-sum:2 can be used with a context of 10 tokens"):
+        node.evaluate("eval")
     with pytest.raises(TaskError, match="none of 1024 problems of chain-sum:2 can be used with a context of 10 tokens"):
         node.next_problems()
 
@@ -241,3 +305,113 @@ def test_another_lora_rank_is_refused_as_a_checkpoint_that_does_not_fit(swarm: M
     checkpoint.weights = {name: tensor[:1] for name, tensor in checkpoint.weights.items()}
     with pytest.raises(ResumeError, match="does not fit this configuration"):
         node.restore(checkpoint)
+
+
+ROW = (
+    "step time seconds reward_mean reward_std accuracy length_mean length_max truncated_share group_size sagc_lambda straggler_rate "
+    "straggler_target feasible own_groups_used foreign_groups_used foreign_share pool_groups kept_share zero_variance_share stepped "
+    "skipped loss grad_norm learning_rate ratio_mean ratio_max ratio_truncated_share clip_fraction approx_kl approx_kl_sum entropy "
+    "rollout_tokens rollout_seconds rollout_tokens_per_second slot_idle_share straggler_seconds preemptions sparse_share "
+    "sparse_budget acceptance_p5 schedule_change distill_loss distill_seconds learning_tokens learning_seconds "
+    "learning_tokens_per_second peers groups_sent groups_received groups_admitted groups_dropped network_restarts rejections "
+    "waiting_for"
+)
+"""The names in `metrics.jsonl` that files of every version have: they may be added to, and none may change."""
+
+
+def test_a_step_s_row_says_what_its_reports_say_under_the_names_that_files_have(swarm: MakeSwarm) -> None:
+    def completion(length: int, finish: Finish) -> Completion:
+        return Completion(np.zeros(length, np.int32), np.zeros(length, np.float32), finish)
+
+    node = alone(swarm)
+    node.step()
+    node.clock = lambda: 1234.5
+    node.gossip = deaf = Deaf()
+    deaf.report = lambda: NetworkReport(  # type: ignore[method-assign]
+        peers=7, received=30, dropped=4, restarts=2, rejections={"stale": 5, "replay": 0}, trouble="no peers yet"
+    )
+    node.groups_unread = 6
+    node.totals.straggler_sum, node.totals.straggler_weight = 0.75, 3.0
+    rollout = Rollout(
+        ((completion(3, Finish.STOP), completion(8, Finish.LENGTH)), (completion(1, Finish.STOP),)),
+        RolloutReport(
+            tokens=400, seconds=8.0, slot_idle_share=0.15, straggler_seconds=2.5, preemptions=9, sparse_share=0.35, largest_budget=61,
+            acceptance_p5=0.87, schedule_change="raised", prefill_tokens=1001, prefill_seconds=1002.0, decode_steps=1003,
+        ),
+    )  # fmt: skip
+    rewards = (Reward(1.0, True), Reward(0.5, True), Reward(0.0, False))
+    loss = LossMetrics(
+        kept_share=0.81, ratio_mean=1.02, ratio_max=1.9, ratio_truncated_share=0.03, clip_fraction=0.04, approx_kl=0.05, approx_kl_sum=0.06,
+        entropy=0.07, completions=1004, tokens=1005,
+    )  # fmt: skip
+    learned = StepReport(
+        step=1006, stepped=False, skipped="nothing to learn", loss=0.11, grad_norm=0.12, learning_rate=0.13, own_groups=3, foreign_groups=1,
+        zero_variance_groups=12, tokens=600, seconds=4.0, metrics=loss, foreign_metrics=LossMetrics(kept_share=1007.0, entropy=1008.0),
+    )  # fmt: skip
+    observed = Observation(
+        stragglers=1, groups=2, share=0.5, multiplier=0.45, infeasible=True, truncated_groups=0, censored_groups=0, counterfactual={}
+    )
+    group = ScoredGroup(*(None,) * 7)  # type: ignore[arg-type]  # only counted
+    sampled = Sampled((group, group), rewards, rollout, Decision(size=6, multiplier=1009.0, sampled={}, changed=True))
+    distilled = DistillReport(step=1010, loss=0.21, seconds=0.22)
+
+    row = node._row(sampled, observed, learned, distilled, admitted=2, seconds=33.0)
+    values = dataclasses.asdict(row)
+    assert list(values) == ROW.split()
+    assert values == {
+        "step": 1, "time": 1234.5, "seconds": 33.0,
+        "reward_mean": 0.5, "reward_std": pytest.approx((0.5 / 3) ** 0.5), "accuracy": pytest.approx(2 / 3),
+        "length_mean": 4.0, "length_max": 8, "truncated_share": pytest.approx(1 / 3),
+        "group_size": 6, "sagc_lambda": 0.45, "straggler_rate": 0.25, "straggler_target": node.config.control.delta, "feasible": False,
+        "own_groups_used": 3, "foreign_groups_used": 1, "foreign_share": 0.25, "pool_groups": len(node.pool),
+        "kept_share": 0.81, "zero_variance_share": 0.75,
+        "stepped": False, "skipped": "nothing to learn", "loss": 0.11, "grad_norm": 0.12, "learning_rate": 0.13,
+        "ratio_mean": 1.02, "ratio_max": 1.9, "ratio_truncated_share": 0.03, "clip_fraction": 0.04,
+        "approx_kl": 0.05, "approx_kl_sum": 0.06, "entropy": 0.07,
+        "rollout_tokens": 400, "rollout_seconds": 8.0, "rollout_tokens_per_second": 50.0,
+        "slot_idle_share": 0.15, "straggler_seconds": 2.5, "preemptions": 9,
+        "sparse_share": 0.35, "sparse_budget": 61, "acceptance_p5": 0.87, "schedule_change": "raised",
+        "distill_loss": 0.21, "distill_seconds": 0.22,
+        "learning_tokens": 600, "learning_seconds": 4.0, "learning_tokens_per_second": 150.0,
+        "peers": 7, "groups_sent": 2, "groups_received": 30, "groups_admitted": 2, "groups_dropped": 10, "network_restarts": 2,
+        "rejections": {"stale": 5}, "waiting_for": "no peers yet",
+    }  # fmt: skip
+
+    again = node._row(replace(sampled, rewards=()), observed, replace(learned, own_groups=0, foreign_groups=0), None, 0, 33.0)
+    assert (again.groups_received, again.groups_dropped, again.network_restarts, again.rejections) == (0, 0, 0, {})
+    assert np.isnan([again.reward_mean, again.accuracy, again.foreign_share, again.distill_loss, again.distill_seconds]).all()
+
+
+def copy_model(name: str, folder: Path) -> Path:
+    shutil.copytree(catalogue.find(name).folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [("llama", "llama"), ("d" * 200, "d" * 128), ("ä" * 100, "ä" * 64), ("two\nlines", "two?lines"), ("\u202e!", "?!")],
+)
+def test_a_folders_name_travels_and_its_path_does_not(swarm: MakeSwarm, tmp_path: Path, folder: str, shown: str) -> None:
+    place = copy_model("tiny-s", tmp_path / ("deep" * 40) / folder)
+    node = alone(swarm, model=str(place))
+    node.gossip = deaf = Deaf()
+    node.step()
+    assert [decode_group(body).policy.model for body in deaf.published] == [shown, shown]
+    assert deaf.shown == shown
+    assert not any(b"deepdeep" in body for body in deaf.published)
+    assert node.checkpoint().state["model"] == str(place)
+
+
+def test_a_node_resumes_where_its_model_has_moved_and_not_with_another_of_the_same_name(swarm: MakeSwarm, tmp_path: Path) -> None:
+    node = alone(swarm, model=str(copy_model("tiny-s", tmp_path / "here" / "llama")))
+    node.step()
+    checkpoint = node.checkpoint()
+    moved = alone(swarm, model=str(copy_model("tiny-s", tmp_path / "there" / "llama")))
+    for named_as in (checkpoint.state["model"], "./llama", "llama"):  # versions before kept what the user had written
+        checkpoint.state["model"] = named_as
+        moved.restore(checkpoint)
+        assert torch.equal(weights(moved), weights(node))
+    other = alone(swarm, model=str(copy_model("tiny-m", tmp_path / "other" / "llama")))
+    fingerprints = f"{node.policy.fingerprint} and this run is {tmp_path}/other/llama .full. with {other.policy.fingerprint}"
+    with pytest.raises(ResumeError, match=rf"made by llama \(full\) with fingerprint {fingerprints}"):
+        other.restore(checkpoint)

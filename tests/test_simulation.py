@@ -13,7 +13,7 @@ from swarm_protocols.group import ProblemRef, hash_prompt
 from swarm_protocols.messages import GroupMessage, decode_message, encode_message
 
 from swarm_node.config import ConfigError
-from swarm_node.network.simulated.network import RawPeer
+from swarm_node.network.simulated.peers import RawPeer
 from swarm_node.network.simulated.weather import Churn, Link
 from swarm_node.simulation import NodeSpec, Swarm
 from swarm_node.tasks.assignment import assigned_index

@@ -27,6 +27,7 @@ class Backend:
 
     @property
     def name(self) -> str:
+        """That of the kernels: `native`, `triton` or `torch`."""
         return self.kernels.name
 
 

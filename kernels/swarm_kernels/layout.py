@@ -65,6 +65,7 @@ class LayerCache:
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.keys.shape[2]
 
 

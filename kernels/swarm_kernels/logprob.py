@@ -33,6 +33,7 @@ class Head:
     """The logits are cap * tanh(logits / cap)."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V), of the type of `hidden`; the factor comes before the cap."""
         out = linear(hidden, self.weight, self.bias)
         if self.factor != 1.0:
             out = out * self.factor
@@ -56,7 +57,9 @@ def token_logprobs(
     if torch.is_autocast_enabled(hidden.device.type):  # the backward pass is outside of it, and must see the same logits
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    result: Tensor = _TokenLogprobs.apply(hidden, weight, bias, targets.contiguous(), sharpness, cap, kernels, chunk)
+    result: Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets.contiguous(), sharpness, cap, kernels, chunk
+    )
     return result
 
 

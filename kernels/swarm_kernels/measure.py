@@ -214,6 +214,7 @@ def _wait(device: torch.device) -> None:
 
 
 def main() -> None:
+    """Print how long each kernel takes, what it reads, and how that compares with the floor."""
     parser = argparse.ArgumentParser(description="GB/s of decode attention; the defaults are one SmolLM2-135M step at batch 8.")
     parser.add_argument("--batch", type=int, default=Workload.batch)
     parser.add_argument("--length", type=int, default=Workload.length, help="tokens of each sequence, a multiple of 16")

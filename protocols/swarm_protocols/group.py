@@ -76,7 +76,8 @@ class Group:
     created_at: float
     """Unix seconds of the sender's clock: a hint, never trusted."""
     sequence: int
-    """Grows with every group of a sender, over restarts too (it starts from the clock in nanoseconds)."""
+    """Grows with every group of a sender, over restarts too: a checkpoint keeps it, and without one it starts from the clock in
+    nanoseconds."""
     completions: tuple[Completion, ...]
 
     @property

@@ -22,6 +22,7 @@ PROMPT = np.array([1, 17, 300, 5], dtype=np.int32)
 
 
 def make_group(completions: list[tuple[list[int], list[float], Finish]], **policy: Any) -> Group:
+    """A group of (ids, log-probs, finish) completions with fixed header fields; `policy` overrides those of its tag."""
     tag = {"model": "tiny-s", "fingerprint": "0123456789abcdef", "step": 12, "engine": "reference", "dtype": "float32", "sparse_budget": 0}
     return Group(
         problem=ProblemRef("chain-sum:2", 7, 1234),
@@ -47,6 +48,7 @@ def long_group(ids: int, size: int) -> Group:
 
 
 def describe(group: Group) -> dict[str, Any]:
+    """A group as JSON: bytes in hexadecimal, log-probs as hexadecimal floats."""
     return {
         "problem": vars(group.problem),
         "prompt_hash": group.prompt_hash.hex(),
@@ -61,16 +63,19 @@ def describe(group: Group) -> dict[str, Any]:
 
 
 def group_vector(name: str, group: Group, exact: bool = False) -> dict[str, Any]:
+    """A body, its digest, and the group that a reader must get out of it: with float16 log-probs unless `exact`."""
     body = encode_group(group, exact)
     return {"name": name, "exact": exact, "digest": digest(body).hex(), "body": body.hex(), "group": describe(decode_group(body))}
 
 
 def message_vector(message: Message) -> dict[str, Any]:
+    """A message and its fields, bytes in hexadecimal."""
     fields = {name: value.hex() if isinstance(value, bytes) else value for name, value in vars(message).items()}
     return {"message": encode_message(message).hex(), "kind": type(message).__name__, "fields": fields}
 
 
 def ignored_vector(fields: list[Any]) -> dict[str, Any]:
+    """A message that a reader must take for well-formed and ignore."""
     raw = msgpack.packb(fields)
     ignored = decode_message(raw)
     assert isinstance(ignored, Ignored)
@@ -78,6 +83,7 @@ def ignored_vector(fields: list[Any]) -> dict[str, Any]:
 
 
 def refused_vector(name: str, body: bytes) -> dict[str, Any]:
+    """A body and the reason that a reader must refuse it for. Raises AssertionError when it is not refused."""
     try:
         decode_group(body)
     except Rejected as rejected:
@@ -86,6 +92,7 @@ def refused_vector(name: str, body: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Write groups.json, messages.json and refused.json."""
     smallest = make_group([([5, 2], [-0.5, -0.25], Finish.STOP), ([7], [-1.0], Finish.LENGTH)])
     body = encode_group(smallest)
     wide = make_group([([70_000, 2], [-0.1, -1e-7], Finish.STOP), ([2**31 - 1, 65_536, 3], [-8.3, -0.0, -30.0], Finish.LENGTH)])

@@ -47,10 +47,19 @@ def show(
 
 @app.command(epilog="Example: swarm-node config check config.toml")
 def check(file: Annotated[Path, typer.Argument(help="The configuration file.")]) -> None:
-    """Check a configuration file; every problem is named with its line. Exit code 2 if there is one."""
-    from swarm_node.config import load_config
+    """Check a configuration file: every option, then whether its task, model and schedule are here.
+
+    Every problem is named with its line. Exit code 2 if there is one.
+    """
+    from swarm_node.config import ConfigError, load_config
 
     loaded = load_config(file)
+
+    from swarm_node.lifecycle import find_problems
+
+    problems = [f"{loaded.sources.get(key, file)}: {key}: {error}" for key, error in find_problems(loaded.config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
     print(f"{file}: good, {len(loaded.sources)} options set")
 
 

@@ -117,6 +117,9 @@ def _print(results: list[tuple[str, int, Evaluation]], json: bool) -> None:
     unscored = sum(evaluation.unscored for _, _, evaluation in results)
     note = f"; {unscored} completions could not be graded and count nowhere" if unscored else ""
     print(f"{base.task}, split {base.split}: {base.problems} problems, {base.samples} completions each, ± one standard error{note}")
+    for name, _, evaluation in results:
+        if evaluation.left_out:
+            print(f"{name}: {evaluation.left_out} of {evaluation.problems} problems were left out, first: {evaluation.left_out_why}")
 
 
 @contextmanager

@@ -37,6 +37,8 @@ def join(
     seed: Annotated[int | None, typer.Option(help="Seed of everything this node draws.")] = None,
     home: Annotated[Path | None, typer.Option(help="Home folder; default: ~/.swarm-node/SWARM.")] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file; default: config.toml in the home folder.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every message, and keep them in node.log.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Write into the home folder where the time of a step goes.")] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other option, for example rollout.temperature=0.9. Repeatable."),
@@ -67,8 +69,11 @@ def join(
     loaded = load_config(config, settings_of(given, set_ or ()))
 
     from swarm_node.lifecycle import run
+    from swarm_node.logs import log_to_console
 
-    raise typer.Exit(run(loaded.config))
+    if verbose:
+        log_to_console("debug")
+    raise typer.Exit(run(loaded.config, profile=profile))
 
 
 def settings_of(given: dict[tuple[str, str], Any], set_: list[str] | tuple[str, ...]) -> list[Setting]:

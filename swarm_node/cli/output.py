@@ -10,8 +10,8 @@ from typing import Any
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON on standard output; a float that is NaN becomes null, an infinite one the text `inf`."""
-    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str))
+    """`value` as JSON in ASCII on standard output; a float that is NaN becomes null, an infinite one the text `inf`."""
+    print(json.dumps(_finite(value), indent=2, default=str))
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:

@@ -29,10 +29,13 @@ def status(home: HomeOption = None, swarm: SwarmOption = "main", json: JsonOptio
     Every counter is explained. Exit code 1 when the node does not run.
     """
     from swarm_node.home import HomeError, holder
-    from swarm_node.observe.status_file import read_status
+    from swarm_node.observe.status_file import StatusError, read_status
 
     folder = resolve_home(home, swarm)
-    facts = read_status(folder)
+    try:
+        facts = read_status(folder)
+    except StatusError as error:
+        facts = {"state": "unknown", "trouble": str(error)}
     if facts is None:
         raise HomeError(f"no node has run in {folder}: name another folder with --home, or start one with `swarm-node join`")
     running = holder(folder) is not None
@@ -45,20 +48,26 @@ def status(home: HomeOption = None, swarm: SwarmOption = "main", json: JsonOptio
 
 
 def _describe(facts: dict[str, object], running: bool, now: float) -> list[tuple[str, str]]:
-    since = facts.pop("since", None)
+    since = seconds_since(facts.pop("since", None), now)
     state = f"{facts.pop('state', '?')}" if running else f"not running; it was {facts.pop('state', '?')}"
-    if running and isinstance(since, int | float):
-        state += f" for {max(0.0, now - since):.0f} s"
+    if running and since:
+        state += f" for {since}"
     if waiting := facts.pop("waiting_for", ""):
         state += f", waiting for {waiting}"
     lines = [("state", state)]
     for name, value in facts.items():
         if isinstance(value, list):
-            value = " ".join(map(str, value)) or "none"
+            value = "; ".join(map(str, value)) or "none"
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count}" for key, count in value.items()) or "none"
-        elif name == "updated" and isinstance(value, int | float):
-            value = f"{max(0.0, now - value):.0f} s ago"
+        elif name == "updated":
+            value = f"{seconds_since(value, now) or '?'} ago"
         meaning = f"  ({MEANINGS[name]})" if name in MEANINGS else ""
         lines.append((name.replace("_", " "), f"{value}{meaning}"))
     return lines
+
+
+def seconds_since(value: object, now: float) -> str:
+    """How long ago a time in Unix seconds was, empty where it is none."""
+    past = isinstance(value, int | float) and -1e12 < value < 1e12
+    return f"{max(0.0, now - value):.0f} s" if past else ""  # type: ignore[operator]

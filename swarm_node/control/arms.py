@@ -17,6 +17,7 @@ class Arms:
         self.counts = [[0.0, 0.0] for _ in range(count)]
 
     def discount(self, factor: float) -> None:
+        """Multiply all counts by `factor`, in [0, 1]: what was seen long ago counts less."""
         for pair in self.counts:
             pair[0] *= factor
             pair[1] *= factor
@@ -37,6 +38,7 @@ class Arms:
 
 
 def mean(beta: Beta) -> float:
+    """The expected probability, a / (a + b)."""
     return beta[0] / (beta[0] + beta[1])
 
 

@@ -27,7 +27,7 @@ class Decision:
     sizes: tuple[int, ...] = ()
     """G of each group in the order of the features given to `choose`; empty when none were given."""
     extra: int = 0
-    """Completions started above G in every group, of which the last to finish are thrown away (`baselines.OverSampling`)."""
+    """Completions started above G in every group, of which the last to finish are thrown away (`OverSampling`)."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,24 @@ class Observation:
 class GroupController(Protocol):
     """Chooses before each step and observes after it; its state is JSON."""
 
-    def choose(self, features: Sequence[str] = ()) -> Decision: ...
+    def choose(self, features: Sequence[str] = ()) -> Decision:
+        """The group sizes of the next step. `features`: what is known of each prompt; empty: one size for all groups."""
 
-    def observe(
-        self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = (), cost: Cost | None = None
-    ) -> Observation: ...
+    def observe(self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = (), cost: Cost | None = None) -> Observation:
+        """Learn from the groups sampled after the last `choose`.
 
-    def state(self) -> dict[str, Any]: ...
+        Args:
+            lengths: tokens of each completion, one sequence a group.
+            truncated: whether each completion was cut at the token limit; empty: none was.
+            cost: what sampling them cost, where it was measured.
+        """
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """Everything that the path from here on depends on, as JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`.
+
+        Raises:
+            ControlStateError: another version, or not a controller's state. The controller is then as it was.
+        """

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from swarm_node.options import Options
+from swarm_node.options import Options, constant
 
 
 class SagcOptions(Options):
@@ -21,15 +21,15 @@ class SagcOptions(Options):
     """Tau: a group straggles when its longest completion exceeds tau times its median length."""
     delta: float = Field(0.35, gt=0, lt=1)
     """Straggler budget: the long-run share of straggling groups that is accepted."""
-    eta: float = Field(0.2, gt=0, le=10)
+    eta: float = constant(0.2, gt=0, le=10)
     """Step size of the multiplier lambda: how quickly a broken budget makes large groups expensive."""
-    gamma: float = Field(0.98, gt=0, le=1)
+    gamma: float = constant(0.98, gt=0, le=1)
     """Discount of the straggler counts in a step; 0.98 remembers about 50 steps, 1 forgets nothing."""
-    lambda_0: float = Field(0.0, ge=0)
+    lambda_0: float = constant(0.0, ge=0)
     """Lambda at the first step."""
-    lambda_max: float = Field(15.0, gt=0)
+    lambda_max: float = constant(15.0, gt=0)
     """Upper limit of lambda. Pinned there while even the smallest group breaks the budget, the run is reported as infeasible."""
-    hold: int = Field(1, ge=1)
+    hold: int = constant(1, ge=1)
     """Minimum number of steps between two changes of G."""
     event: Literal["group", "any"] = "group"
     """What counts against the budget in a step: the share of straggling groups, or whether `any` group straggled."""

@@ -6,9 +6,10 @@ showed, with a fixed strength, so that a new feature starts from the general exp
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lru import LRU
 
 from swarm_node.control.arms import Arms, Beta, mean
 
@@ -40,12 +41,12 @@ class FeatureArms:
 
 
 class FeatureTable:
-    """Features by name, the most recently seen last."""
+    """Features by name, the most recently seen ones."""
 
     def __init__(self, candidates: int, gamma: float) -> None:
         self._candidates = candidates
         self._gamma = gamma
-        self._features: OrderedDict[str, FeatureArms] = OrderedDict()
+        self._features: LRU[str, FeatureArms] = LRU(MAX_FEATURES)
 
     def __len__(self) -> int:
         return len(self._features)
@@ -57,9 +58,6 @@ class FeatureTable:
             found = FeatureArms(self._candidates, step)
             found.index, found.age = start, age
             self._features[name] = found
-            if len(self._features) > MAX_FEATURES:
-                self._features.popitem(last=False)
-        self._features.move_to_end(name)
         found.advance(step, self._gamma)
         return found
 
@@ -67,10 +65,11 @@ class FeatureTable:
         """JSON, the least recently seen first."""
         return [
             {"name": name, "index": found.index, "age": found.age, "step": found.step, "counts": [list(pair) for pair in found.arms.counts]}
-            for name, found in self._features.items()
+            for name, found in reversed(self._features.items())
         ]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from `state()`. Anything else may be taken in part before it raises: `Controller.restore` tries it on a new one."""
         self._features.clear()
         for saved in state:
             found = FeatureArms(self._candidates, int(saved["step"]))

@@ -85,6 +85,7 @@ class StepTimeModel:
         return seconds
 
     def state(self) -> dict[str, Any]:
+        """As JSON: the window of lengths, and the discounted sums that the fit is made of."""
         return {
             "lengths": [int(length) for length in self._lengths],
             "moments": list(self._moments),
@@ -94,6 +95,7 @@ class StepTimeModel:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`. Anything else may be taken in part before it raises, see `FeatureTable.restore`."""
         self._lengths = np.array(state["lengths"], dtype=np.float64)[-WINDOW:]
         self._moments = [float(value) for value in state["moments"]]
         self._waste = [float(value) for value in state["waste"]]

@@ -214,6 +214,7 @@ def _line(found: dict[int, Acceptance]) -> str:
 
 
 def main() -> None:
+    """Run the study, and write summary.md and results.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/evidence/distill"))
     parser.add_argument("--steps", type=int, default=DistillSpec.steps)

@@ -29,7 +29,7 @@ def group_advantages(rewards: NDArray[np.float64], kind: Literal["center", "stan
         raise ValueError(f"a group needs at least 2 rewards to compare and has {len(rewards)}")
     if one_reward(rewards):
         return np.zeros(len(rewards))
-    centered = rewards - rewards.mean()
+    centered: NDArray[np.float64] = rewards - rewards.mean()
     return centered if kind == "center" else centered / (rewards.std(ddof=1) + STD_FLOOR)
 
 

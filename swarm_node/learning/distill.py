@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm_node.learning.optimiser import Optimiser
 from swarm_node.learning.options import Direction, DistillOptions, LearningOptions
-from swarm_node.policy.parts import head
+from swarm_node.policy.parts import evaluating, head
 from swarm_node.policy.rollout_adapter import RolloutAdapter
 from swarm_node.policy.sparse_attention import completion_hidden, sparse_positions
 
@@ -51,6 +51,7 @@ class DistillReport:
 
     @property
     def acceptance_mean(self) -> float:
+        """Over all tokens of all completions; NaN where there was none."""
         values = np.concatenate([values for _, values in self.acceptance]) if self.acceptance else np.empty(0)
         return float(values.mean()) if len(values) else float("nan")
 
@@ -62,6 +63,8 @@ class Distiller:
         """
         Args:
             model: The policy's model, which the adapter was made for.
+            adapter: What is trained; the model's own weights are not.
+            options: `[distill]`.
             seed: Of the choice of completions.
         """
         self.adapter = adapter
@@ -166,17 +169,15 @@ def _decoded(prompt: Tensor, completion: Tensor) -> NDArray[np.int64]:
 @contextmanager
 def _only_the_adapter_learns(model: nn.Module) -> Iterator[None]:
     """The policy in evaluation mode and without gradients of its own; as it was when the context ends."""
-    training = model.training
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval()
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        model.train(training)
 
 
 def divergence(dense_logits: Tensor, sparse_logits: Tensor, direction: Direction, temperature: float = 1.0) -> Tensor:
@@ -204,7 +205,11 @@ def token_divergences(
 
     Args:
         project: The LM head, (n, H) -> (n, V).
-        dense_hidden, sparse_hidden: (T, H), T >= 1.
+        dense_hidden: (T, H), T >= 1.
+        sparse_hidden: (T, H).
+        direction: See `divergence`.
+        temperature: Of the sampling; divides the logits.
+        chunk_tokens: Positions whose logits are held at once.
 
     Returns:
         Divergences (T,) float32, differentiable in `sparse_hidden`, and acceptances (T,) float32 without gradient: the sum of

@@ -51,8 +51,10 @@ def ftis_loss(tokens: Tokens, weights: Tensor, options: LearningOptions) -> tupl
     """The loss of any of a batch's completions, and what was seen on the way: one row a completion, on the CPU, dropped ones included.
 
     Args:
+        tokens: Of these completions.
         weights: Of these completions, from `completion_weights` of the whole batch, (C,). Under normalizer `kept` they say as well which
             completions were dropped: those that weigh 0.
+        options: Filter, truncation and normalizer.
 
     Returns:
         A scalar, differentiable with respect to theta, and 0 when nothing was kept; the losses of a batch's parts add up to its own. And
@@ -119,6 +121,7 @@ def completion_weights(lengths: Tensor, group_sizes: Tensor, groups: int, keep: 
         group_sizes: Completions of each group, int64 (P,), C in sum.
         groups: Groups that the average counts; more than P where groups without advantage were left out.
         keep: `keep_mask` of the batch, bool (C,).
+        options: Algorithm, normalizer and constant.
     """
     if options.normalizer == "all":
         counted = torch.ones_like(lengths, dtype=torch.float64)

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from swarm_node.options import Options
+from swarm_node.options import Options, constant
 
 Algorithm = Literal["grpo", "dr-grpo", "dapo"]
 OffPolicy = Literal["f-tis", "tis", "f-vis", "vis", "f-nois", "nois"]
@@ -42,7 +42,7 @@ class LearningOptions(Options):
     """PPO's clip below: the ratio counts down to 1 - this."""
     clip_high: float | None = Field(None, ge=0)
     """PPO's clip above: the ratio counts up to 1 + this. Unset: 0.28 for `dapo`, else 0.2."""
-    constant_length: int = Field(192, ge=1)
+    constant_length: int = constant(192, ge=1)
     """The constant that `dr-grpo` divides a completion's sum by, in tokens: the token limit of a rollout."""
     mask_truncated: bool = False
     """Completions that ended at the token limit give no gradient; they still count in their group's mean (DAPO's overlong filtering)."""
@@ -59,9 +59,9 @@ class LearningOptions(Options):
     """Optimiser steps over which the learning rate rises linearly; constant afterwards."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled decay (arXiv 1711.05101), on matrices only: norms and biases never decay."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = constant(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
-    beta2: float = Field(0.999, ge=0, lt=1)
+    beta2: float = constant(0.999, ge=0, lt=1)
     """Decay of AdamW's second moment."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest norm of the whole gradient; longer ones are scaled down to it."""
@@ -99,9 +99,9 @@ class LearningOptions(Options):
 class PoolOptions(Options):
     """`[pool]`: which groups wait to be learned from, and how many of them may be foreign."""
 
-    max_groups: int = Field(256, ge=1)
+    max_groups: int = constant(256, ge=1)
     """Groups held at most; beyond it the oldest group of the peer that holds most tokens goes first."""
-    max_tokens: int = Field(1_000_000, ge=1)
+    max_tokens: int = constant(1_000_000, ge=1)
     """Completion tokens held at most, by the same rule."""
     max_age_steps: int = Field(4, ge=0)
     """A group leaves unused when it has waited more than this many of the node's own steps."""
@@ -126,16 +126,16 @@ class DistillOptions(Options):
     """Train the adapter after each step and wear it while rolling out. It is never part of the policy that is trained or published."""
     rank: int = Field(16, ge=1, le=1024)
     """Rank of the adapter on every linear layer of the decoder blocks."""
-    alpha: int = Field(16, ge=1)
+    alpha: int = constant(16, ge=1)
     """Scale of the adapter: its product is multiplied by alpha / rank."""
     direction: Direction = "forward"
     """`forward`: KL(dense || sparse), which asks the rollout to cover whatever the policy would say; `reverse`: KL(sparse || dense)."""
-    coefficient: float = Field(1.0, gt=0)
+    coefficient: float = constant(1.0, gt=0)
     """Factor of the divergence. AdamW does not feel the scale of a loss; the limit on the gradient's norm does."""
     learning_rate: float = Field(2e-4, gt=0)
     """Of AdamW, constant. The adapter starts at zero and bears far larger steps than the policy; too large ones cost acceptance where
     little was missing."""
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: float = constant(1.0, gt=0)
     """Largest norm of the adapter's gradient; longer ones are scaled down to it."""
-    completions_per_step: int = Field(4, ge=1, le=1024)
+    completions_per_step: int = constant(4, ge=1, le=1024)
     """Completions that one update of the adapter learns from, drawn among the step's own ones that were long enough to be sparse."""

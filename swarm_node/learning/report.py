@@ -49,5 +49,12 @@ class StepReport:
         return self.zero_variance_groups / groups if groups else float("nan")
 
     @property
+    def foreign_share(self) -> float:
+        """Foreign share of the groups learned from; NaN where there was none."""
+        used = self.own_groups + self.foreign_groups
+        return self.foreign_groups / used if used else float("nan")
+
+    @property
     def tokens_per_second(self) -> float:
+        """Of the whole step; 0 where no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0

@@ -35,7 +35,8 @@ class LearnablePolicy(Protocol):
     device: torch.device
     lora: bool
 
-    def trainable(self) -> dict[str, nn.Parameter]: ...
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter that the optimiser changes."""
 
 
 def default_learning_rate(policy: LearnablePolicy) -> float:
@@ -44,7 +45,7 @@ def default_learning_rate(policy: LearnablePolicy) -> float:
     return (LORA_LEARNING_RATE if policy.lora else FULL_LEARNING_RATE) * (100 if small else 1)
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(ValueError):
     """Memory does not suffice for a single completion that this node made."""
 
 
@@ -86,6 +87,7 @@ class Trainer:
         """Take `inner_steps` optimiser steps on the groups; none, and no scheduler step, when nothing can be learned from them.
 
         Args:
+            groups: own and foreign ones, scored; those without a difference in reward teach nothing and are counted.
             before_update: called right before each change of the weights; until its first call the step can be abandoned by an exception.
 
         Raises:

@@ -6,12 +6,20 @@ import errno
 import ipaddress
 import re
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from swarm_node.network.identity import decode_base58
+import psutil
 
+from swarm_node.network.identity import decode_peer_id
+
+PATIENCE_S = 3.0
+"""How long a port that was asked for may be taken before that is an error."""
 EXAMPLE = "/ip4/192.0.2.7/tcp/31310/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
+ADDRESSES_OF_ONE_PEER = 4
+"""So many are told and remembered."""
 _HOST_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*\.?"
 )
@@ -19,6 +27,10 @@ _HOST_NAME = re.compile(
 
 class AddressError(ValueError):
     """A multiaddr that this node cannot use; the message names it and shows a good one."""
+
+
+class ListenError(AddressError):
+    """An address that was asked for cannot be listened on."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,16 @@ def parse_address(text: str) -> Address:
     return Address(kind, host, int(parts[4]), peer)
 
 
+def parse_listening(text: str) -> Address:
+    """Read a multiaddr to listen on; a name is refused: libp2p would listen on every interface instead. Raises AddressError."""
+    address = parse_address(text)
+    if address.is_name:
+        raise AddressError(
+            f"{text!r} is a name: give the address of this machine to listen on, for example /ip4/0.0.0.0/tcp/{address.port}"
+        )
+    return address
+
+
 def parse_dialable(text: str) -> Address:
     """Read a multiaddr of a peer to dial; a port of 0 or an address that means every interface is refused. Raises AddressError."""
     address = parse_address(text)
@@ -165,16 +187,69 @@ def free_addresses(wanted: Sequence[Address]) -> tuple[list[Address], tuple[str,
     return free, tuple(notices)
 
 
-def _why_not(address: Address) -> OSError | None:
-    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def check_free(addresses: Sequence[Address]) -> None:
+    """Whether all of `addresses` can be listened on, together.
+
+    Raises:
+        ListenError: one cannot; the message says who holds the port, and what to do.
+    """
+    with ExitStack() as held:
+        for address in addresses:
+            try:
+                held.enter_context(_bind_patiently(address))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    why = f"{_holder_of(address.port)} holds port {address.port}. Stop it, give another port, or 0 for any"
+                elif error.errno == errno.EACCES:
+                    why = f"{error.strerror}. Give a port above 1023"
+                else:
+                    why = f"{error.strerror}. Give an address of this machine, or 0.0.0.0 for all that it has"
+                raise ListenError(f"cannot listen on {address.transport}: {why}") from None
+
+
+def _bind_patiently(address: Address) -> socket.socket:
+    """As `_bind`; a port that is taken is waited for: the children of a node that was killed just now end a moment after it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
         try:
-            probe.bind((address.host, address.port))
-            probe.listen(1)
+            return _bind(address)
         except OSError as error:
-            return error
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _holder_of(port: int) -> str:
+    """Who listens on a port, as far as this process may know."""
+    try:
+        pids = {link.pid for link in psutil.net_connections("tcp") if link.status == psutil.CONN_LISTEN and link.laddr[1] == port}
+        names = [f"process {pid} ({psutil.Process(pid).name()})" for pid in pids if pid is not None]
+    except psutil.Error:
+        names = []
+    return names[0] if names else "another process"
+
+
+def _why_not(address: Address) -> OSError | None:
+    try:
+        _bind(address).close()
+    except OSError as error:
+        return error
     return None
+
+
+def _bind(address: Address) -> socket.socket:
+    """A socket that listens there. Raises OSError."""
+    probe = socket.socket(socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address.kind == "ip6":
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((address.host, address.port))
+        probe.listen(1)
+    except OSError:
+        probe.close()
+        raise
+    return probe
 
 
 def _is_ip(host: str, version: int) -> bool:
@@ -186,7 +261,7 @@ def _is_ip(host: str, version: int) -> bool:
 
 def _is_peer_id(text: str) -> bool:
     try:
-        raw = decode_base58(text)
+        raw = decode_peer_id(text)
     except ValueError:
         return False
     # The identity multihash of an Ed25519 key, or the SHA-256 multihash of an RSA key.

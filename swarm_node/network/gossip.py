@@ -74,12 +74,14 @@ class Nobody:
         """Nobody hears it."""
 
     def drain(self) -> list[Received]:
+        """Nobody sends."""
         return []
 
     def progress(self, step: int, policy: str) -> None:
         """Nobody asks."""
 
     def report(self) -> NetworkReport:
+        """All zeros, and no trouble."""
         return NetworkReport()
 
     def close(self) -> None:

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import base58
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 KEY_FILE = "identity.key"
 """Name of the key file in the home folder."""
 SEED_BYTES = 32
 
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 # libp2p's protobuf PublicKey {type: Ed25519, data: 32 bytes}, as the identity multihash (code 0, length 36).
 _PEER_ID_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
+_PEER_ID_CHARACTERS = 52
 # libp2p's protobuf PrivateKey {type: Ed25519, data: 64 bytes}; data is the seed followed by the public key.
 _PRIVATE_KEY_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])
 
@@ -53,39 +54,34 @@ class Identity:
     @cached_property
     def peer_id(self) -> str:
         """The libp2p peer id in base58, `12D3KooW...`."""
-        return encode_base58(_PEER_ID_PREFIX + self.public_key)
+        return base58.b58encode(_PEER_ID_PREFIX + self.public_key).decode()
 
     def to_daemon_key(self) -> bytes:
         """The private key as go-libp2p writes it: the key file of the directory's daemon, which so gets the same peer id."""
         return _PRIVATE_KEY_PREFIX + self.seed + self.public_key
 
 
-def encode_base58(data: bytes) -> str:
-    """Bitcoin's base58; each leading zero byte becomes a `1`."""
-    number = int.from_bytes(data, "big")
-    digits = []
-    while number:
-        number, digit = divmod(number, 58)
-        digits.append(_BASE58[digit])
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + "".join(reversed(digits))
+def decode_peer_id(peer_id: str) -> bytes:
+    """The multihash that a peer id spells in base58.
 
-
-def decode_base58(text: str) -> bytes:
-    """The inverse of `encode_base58`. Raises ValueError for a character outside the alphabet."""
-    number = 0
-    for character in text:
-        digit = _BASE58.find(character)
-        if digit < 0:
-            raise ValueError(f"{character!r} is not a base58 digit")
-        number = number * 58 + digit
-    zeros = len(text) - len(text.lstrip("1"))
-    return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
+    Raises:
+        ValueError: it has a character that base58 has not, a blank around it, or more characters than a peer id. The latter are not
+            decoded: that takes time in the square of their number.
+    """
+    if len(peer_id) > _PEER_ID_CHARACTERS:
+        raise ValueError(f"{peer_id[:_PEER_ID_CHARACTERS]!r}... has {len(peer_id)} characters, a peer id at most {_PEER_ID_CHARACTERS}")
+    try:
+        raw = base58.b58decode(peer_id)
+    except ValueError as error:
+        raise ValueError(f"{peer_id!r} is not base58: {error}") from None
+    if base58.b58encode(raw).decode() != peer_id:  # the library takes bytes, and blanks at the end
+        raise ValueError(f"{peer_id!r} is not base58")
+    return raw
 
 
 def public_key_of(peer_id: str) -> bytes:
     """The raw Ed25519 public key inside a peer id. Raises ValueError when the peer id holds none."""
-    raw = decode_base58(peer_id)
+    raw = decode_peer_id(peer_id)
     if len(raw) != len(_PEER_ID_PREFIX) + 32 or not raw.startswith(_PEER_ID_PREFIX):
         raise ValueError(f"{peer_id!r} is not the peer id of an Ed25519 key (12D3KooW...)")
     return raw[len(_PEER_ID_PREFIX) :]

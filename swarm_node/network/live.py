@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from swarm_node.network.admission.rules import AdmissionRules
+from swarm_node.network.children.config import ChildConfig
 from swarm_node.network.children.frames import Frame, pack_frame
 from swarm_node.network.children.supervisor import Child
-from swarm_node.network.directory.config import DirectoryConfig
 from swarm_node.network.gossip import NetworkReport, Received
 from swarm_node.network.identity import Identity, load_or_create
 from swarm_node.network.inbox import Inbox
-from swarm_node.network.libp2p.config import NodeConfig
+from swarm_node.network.libp2p.config import MeshConfig
 from swarm_node.network.options import NetworkOptions
 
 NETWORK_MODULE = "swarm_node.network.libp2p.process"
@@ -28,10 +28,10 @@ _COUNTERS = ("rejections", "ignored", "confined")
 class Libp2pGossip:
     """`Gossip` over libp2p. Every method returns at once and none raises because of the network, whatever state it is in."""
 
-    def __init__(self, identity: Identity, options: NetworkOptions, home: Path, swarm: str, rules: AdmissionRules, name: str = "") -> None:
+    def __init__(self, identity: Identity, options: NetworkOptions, home: Path, swarm: str, rules: AdmissionRules) -> None:
         """See `start`; the processes run only after `open`."""
         self.peer_id = identity.peer_id
-        self._node = NodeConfig(identity, swarm, options, rules, home, name)
+        self._config = MeshConfig(identity=identity, swarm=swarm, options=options, home=home, rules=rules)
         self._lock = threading.Lock()
         self._inbox = Inbox(options.inbox_bodies, options.inbox_bytes)
         self._state: Mapping[str, Any] = {}
@@ -45,11 +45,11 @@ class Libp2pGossip:
         self._directory: Child | None = None
         if options.directory:
             self._directory = Child("directory", DIRECTORY_MODULE, self._on_directory, self._open_directory, backoff_s=2.0)
-            self._directory_config = DirectoryConfig(identity, swarm, home, options)
+            self._directory_config = ChildConfig(identity=identity, swarm=swarm, options=options, home=home)
 
     @classmethod
     def start(
-        cls, options: NetworkOptions, home: Path, swarm: str, rules: AdmissionRules, *, identity: Identity | None = None, name: str = ""
+        cls, options: NetworkOptions, home: Path, swarm: str, rules: AdmissionRules, *, identity: Identity | None = None
     ) -> Libp2pGossip:
         """Join a swarm; returns at once, while sockets open and peers are dialled.
 
@@ -59,12 +59,11 @@ class Libp2pGossip:
             swarm: what `swarm_id` computed.
             rules: the cheap half of admission.
             identity: that of the home folder when not given.
-            name: the node's name, for messages.
 
         Raises:
             IdentityError: the home folder's identity cannot be used.
         """
-        gossip = cls(identity or load_or_create(home), options, home, swarm, rules, name)
+        gossip = cls(identity or load_or_create(home), options, home, swarm, rules)
         gossip.open()
         return gossip
 
@@ -149,7 +148,7 @@ class Libp2pGossip:
             self._totals.begin()
             self._state = {}
             known = self._found
-        config = self._node.with_known(known).to_plain()
+        config = self._config.model_copy(update={"known": known}).model_dump()
         return [pack_frame("start", config), pack_frame("progress", self._step, self._policy)]
 
     def _on_network(self, frame: Frame) -> None:
@@ -167,7 +166,7 @@ class Libp2pGossip:
     # -- frames of the directory process, in its reader thread
 
     def _open_directory(self) -> list[bytes]:
-        return [pack_frame("start", self._directory_config.to_plain()), self._announcement()]
+        return [pack_frame("start", self._directory_config.model_dump()), self._announcement()]
 
     def _announcement(self) -> bytes:
         return pack_frame("announce", list(self._announced), self._policy, self._step)

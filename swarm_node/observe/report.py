@@ -97,11 +97,14 @@ def read_runs(folders: Iterable[Path]) -> list[NodeRun]:
     """Metrics and summary of every node under `folders`.
 
     Raises:
-        ReportError: a folder has no metrics.
+        ReportError: a folder has no metrics, or they cannot be read.
     """
     runs = []
     for folder in find_runs(folders):
-        metrics = read_metrics(folder / METRICS_FILE)
+        try:
+            metrics = read_metrics(folder / METRICS_FILE)
+        except OSError as error:
+            raise ReportError(f"{folder / METRICS_FILE} cannot be read: {error.strerror}") from error
         runs.append(NodeRun(folder, metrics, summarise(folder.absolute().name, metrics)))
     return runs
 

@@ -57,5 +57,6 @@ class Status:
             self._snapshot = Snapshot(state, since, waiting_for, old.step if step is None else step)
 
     def snapshot(self) -> Snapshot:
+        """The status now, immutable."""
         with self._lock:
             return self._snapshot

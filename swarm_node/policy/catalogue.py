@@ -11,12 +11,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from swarm_node.policy import fetching
+from swarm_node.policy.errors import ModelError
 from swarm_node.policy.fetching import Fetch, FetchError, Progress
-from swarm_node.policy.options import ModelError
 
 _SHIPPED = Path(__file__).parent / "tiny"
 _RECEIPT = "pulled.json"
@@ -208,9 +209,10 @@ def _complete(staging: Path, folder: Path, origin: str, progress: Progress) -> N
     staging.rename(folder)
 
 
-def _read_receipt(folder: Path) -> dict | None:
+def _read_receipt(folder: Path) -> dict[str, Any] | None:
     path = folder / _RECEIPT
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    receipt: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return receipt
 
 
 def _remove_leftovers(root: Path, name: str) -> None:

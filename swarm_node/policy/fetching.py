@@ -47,7 +47,9 @@ def from_hub(repository: str, timeout: float = 5.0) -> Fetch:
             with _watching(staging, f"downloading {repository}", total, progress):
                 snapshot_download(repository, revision=info.sha, local_dir=staging, allow_patterns=list(_HUB_FILES))
         except (HTTPError, OSError) as error:
-            raise FetchError(f"the hub did not give it ({_first_line(error)})") from error
+            raise FetchError(f"the hub did not give it ({first_line(error)})") from error
+        except (ImportError, ValueError) as error:  # what the client raises about proxies that it cannot use
+            raise FetchError(f"the hub cannot be asked: {proxy_advice(error)}") from error
         for file in wanted:
             if file.lfs is not None and sha256_of(staging / file.rfilename) != file.lfs.sha256:
                 raise FetchError(f"{file.rfilename} from the hub does not have the SHA-256 that the hub names")
@@ -138,7 +140,17 @@ def _size_of(folder: Path) -> int:
     return size
 
 
-def _first_line(error: BaseException) -> str:
+def proxy_advice(error: BaseException) -> str:
+    """What is wrong with a proxy that the hub's client cannot use, and what to do."""
+    told = [name for name in ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY") if os.environ.get(name) or os.environ.get(name.lower())]
+    return (
+        f"{first_line(error).partition('. ')[0]}; for a SOCKS proxy install its package (pip install 'httpx[socks]'), "
+        f"or correct or unset {' and '.join(told) or 'the proxy'}"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message without what follows its first line, its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -147,14 +159,23 @@ def _last_line(text: str) -> str:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write configuration, generation config, tokenizer with chat template, and dequantised bfloat16 weights of `gguf` into `folder`."""
+    """Write configuration, generation config, tokenizer with chat template, and dequantised bfloat16 weights of `gguf` into `folder`.
+
+    Raises:
+        FetchError: it is damaged, or of a kind that transformers does not read.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32)
+    except Exception as error:  # its reader raises what it stumbles over: IndexError, KeyError, UnicodeDecodeError
+        raise FetchError(
+            f"{gguf.name} cannot be converted ({first_line(error)}): it is damaged, or no GGUF file of a known kind"
+        ) from error
     # transformers refuses to save a model that remembers its GGUF file, so the weights move into one that does not.
     config = quantised.config
     del config.quantization_config

@@ -1,13 +1,18 @@
-"""A KV cache that grows in place: transformers' own copies every key and value for every token."""
+"""A KV cache that grows in place, since transformers' own copies every key and value for every token, and prompts that fill it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
+
+from swarm_node.policy.parts import body, cache_argument, unwrap
 
 
 class GrowingLayer(DynamicLayer):
@@ -41,8 +46,39 @@ class GrowingLayer(DynamicLayer):
 def growing_cache(config: PretrainedConfig) -> DynamicCache:
     """An empty cache for a model; layers with sliding windows or recurrent states stay transformers' own."""
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     return cache
+
+
+def prefill(model: nn.Module, prompts: Sequence[NDArray[np.int32]], room: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+    """Run the prompts once, padded on the left.
+
+    Args:
+        model: A transformers causal language model, perhaps wrapped by peft.
+        prompts: Token ids (P,) each, P >= 1.
+        room: Positions after the prompts that the mask shall have.
+
+    Returns:
+        The last hidden states (N, H), the cache, the attention mask (N, longest prompt + room), the prompts' lengths (N,).
+    """
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.ones(len(prompts), width + room, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
+        mask[row, : width - len(prompt)] = False
+    ids, mask = ids.to(device), mask.to(device)
+    lengths = mask[:, :width].sum(-1)
+    cache = growing_cache(unwrap(model).config)
+    output = body(model)(
+        input_ids=ids,
+        attention_mask=mask[:, :width],
+        position_ids=(mask[:, :width].cumsum(-1) - 1).clamp(min=0),
+        use_cache=True,
+        **{cache_argument(model): cache},
+    )
+    return output.last_hidden_state[:, -1], cache, mask, lengths
 
 
 def _enlarge(buffer: Tensor, length: int) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import psutil
 import torch
 
-from swarm_node.policy.options import ModelError, ModelOptions
+from swarm_node.policy.errors import ModelError
+from swarm_node.policy.options import ModelOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,13 +42,36 @@ def splits(model: nn.Module) -> bool:
     """Whether head(body(x)) are the model's own logits: tried on a short input, as architectures differ in what they do after the head."""
     inner = unwrap(model)
     ids = torch.arange(4, device=next(inner.parameters()).device)[None] % int(inner.config.get_text_config().vocab_size)
-    training = inner.training
-    inner.eval()
-    with torch.inference_mode():
+    with evaluating(inner), torch.inference_mode():
         whole = inner(input_ids=ids, use_cache=False).logits
         parts = head(model)(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    inner.train(training)
     return whole.shape == parts.shape and bool(torch.allclose(whole.float(), parts.float(), rtol=1e-2, atol=1e-2))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; in the mode in which it was when the context ends."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def rotary_limit(config: Any) -> int | None:
+    """Positions up to which rotary angles depend on the position alone: LongRoPE and dynamic NTK turn a whole batch otherwise once one of
+    its sequences is longer. None: everywhere."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one for all layers, or one a type of layer
+    return min(
+        (
+            int(kind.get("original_max_position_embeddings") or config.get_text_config().max_position_embeddings)
+            for kind in kinds
+            if kind.get("rope_type") in ("dynamic", "longrope")
+        ),
+        default=None,
+    )
 
 
 def cache_argument(model: nn.Module) -> str:

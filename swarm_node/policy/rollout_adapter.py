@@ -20,7 +20,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class AdapterError(ValueError):
-    """The adapter does not fit the model, or the tensors do not fit the adapter. The message says which and what to do."""
+    """The adapter does not fit the model or the engine, or the tensors do not fit the adapter. The message says which and what to do."""
 
 
 @dataclass(eq=False)
@@ -49,6 +49,9 @@ class RolloutAdapter:
 
         Args:
             model: A transformers causal language model, perhaps wrapped by peft, whose own adapters stay in force.
+            rank: Columns of A, rows of B.
+            alpha: The product is scaled by alpha / rank.
+            seed: Of A.
 
         Raises:
             AdapterError: the rank is below 1, or no linear layer was found where transformers' decoders have them.

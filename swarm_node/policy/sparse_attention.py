@@ -110,6 +110,7 @@ def choose_pages(query: Tensor, keys: Tensor, start: int, budgets: Tensor) -> Te
     Args:
         query: (query heads, N, D), rotated, of the positions start .. start + N - 1.
         keys: (KV heads, at least start + N, D), rotated.
+        start: Position of the first query.
         budgets: (N,) int64 pages besides the reserved three.
 
     Returns:

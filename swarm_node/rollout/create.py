@@ -26,6 +26,8 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
     its place, and says so.
 
     Args:
+        policy: What it samples from; read at every call, so it may learn meanwhile.
+        options: `[rollout]`.
         sparsity: Of the sparse engine; None: dense.
         home: Where a calibrated schedule may lie.
 
@@ -47,6 +49,14 @@ def create_engine(policy: Policy, options: RolloutOptions, sparsity: SparsityOpt
             log.warning("%s: sampling with the reference engine, dense and several times slower", reason)
             return ReferenceEngine(policy, options, choice=f"engine reference: {reason}")
     return ReferenceEngine(policy, options)
+
+
+def check_engine(options: RolloutOptions) -> None:
+    """Whether what the engine needs is installed. Raises ValueError."""
+    if options.engine == "vllm":
+        from swarm_node.rollout.vllm.start import import_vllm
+
+        import_vllm()
 
 
 def _sparse(policy: Policy, options: RolloutOptions, sparsity: SparsityOptions, home: Path | None) -> SparseEngine:

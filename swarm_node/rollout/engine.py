@@ -1,16 +1,27 @@
-"""What the node needs from a rollout engine: whole groups, sampled by the policy as it is now."""
+"""What the node needs from a rollout engine, whole groups sampled by the policy as it is now; and what all engines do alike."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from swarm_protocols.group import Completion
+from swarm_protocols.group import Completion, Finish
 from torch import Tensor
+
+from swarm_node.policy.parts import evaluating
+from swarm_node.policy.policy import Policy
+from swarm_node.policy.rollout_adapter import AdapterError, RolloutAdapter
+from swarm_node.rollout.noise import streams
+from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.sparsity.schedule import Schedule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class RolloutReport:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of the whole rollout, prefill included; 0 where no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -94,28 +106,74 @@ class Rollout:
     observed: tuple[Observed, ...] = ()
     """As the requests asked."""
 
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of every completion, a list a group."""
+        return [[len(completion) for completion in group] for group in self.groups]
 
-class Engine(Protocol):
+    @property
+    def truncated(self) -> list[list[bool]]:
+        """Whether each ended at the token limit."""
+        return [[completion.finish is Finish.LENGTH for completion in group] for group in self.groups]
+
+
+class Engine(ABC):
     """Samples from softmax(logits / temperature) over the whole vocabulary; log-probs are float32 of exactly that distribution."""
 
     name: str
     """Stable name, sent in the policy tag: `reference`, `sparse`, `vllm`."""
-    choices: tuple[str, ...]
+    choices: tuple[str, ...] = ()
     """Sentences that say what was chosen and why."""
+    schedule: Schedule | None = None
+    """Pages that a token may read, by its position; None: all attention is dense."""
+
+    def __init__(self, policy: Policy, options: RolloutOptions) -> None:
+        self._policy = policy
+        self._options = options
+        self._context = policy.context
 
     def generate(
         self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = False
     ) -> Rollout:
-        """Sample every group to its end (stop token or `max_new_tokens`). With `dense` from the policy itself, whatever makes rollouts
-        cheaper: that is what an evaluation measures."""
+        """Sample every group to its end (stop token or `max_new_tokens`).
 
+        Args:
+            requests: One a group; equal keys draw equal noise.
+            seed: Of the noise stream, see `GroupRequest.key`.
+            temperature: Above 0; divides the logits.
+            max_new_tokens: Of each completion, its stop token included.
+            dense: From the policy itself, without schedule and adapter: that is what an evaluation measures. `GroupRequest.budgets` hold.
+
+        Raises:
+            ValueError: a request that cannot be sampled, see `check_requests`, or a completion that the cache cannot hold by itself.
+            FloatingPointError: the model's logits are not finite.
+        """
+        check_requests(requests, max_new_tokens, self._context)
+        if not requests:
+            return Rollout((), RolloutReport(0, 0.0, 0.0, 0.0))
+        with evaluating(self._policy.model):
+            return self._generate(requests, seed, temperature, max_new_tokens, dense)
+
+    @abstractmethod
+    def _generate(self, requests: Sequence[GroupRequest], seed: int, temperature: float, max_new_tokens: int, dense: bool) -> Rollout:
+        """`generate` for requests that are checked, of which there is one at least, with the model in evaluation mode."""
+
+    @abstractmethod
     def policy_updated(self, step: int) -> None:
         """The policy's weights changed; nothing computed with the old ones may be read again."""
 
+    def wear(self, adapter: RolloutAdapter) -> None:
+        """Sample with this adapter from now on. Raises AdapterError where the engine cannot."""
+        raise AdapterError(
+            f"distill.enabled needs the sparse engine, and this node samples with {self.name}: set distill.enabled=false, or "
+            "rollout.engine=sparse with a model that it knows"
+        )
+
     def state(self) -> dict[str, Any]:
         """What the next rollout depends on besides the policy, as JSON values for the checkpoint."""
+        return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 -- most engines have nothing to take up
         """Go on from `state`; one of another engine is ignored. Raises ValueError when it cannot be used."""
 
 
@@ -135,3 +193,21 @@ def check_requests(requests: Sequence[GroupRequest], max_new_tokens: int, contex
                 f"request {index}: {len(request.prompt)} prompt tokens and max_new_tokens {max_new_tokens} exceed the model's context "
                 f"of {context} tokens; lower rollout.max_new_tokens"
             )
+
+
+def completion_streams(requests: Sequence[GroupRequest], seed: int) -> NDArray[np.uint64]:
+    """The random stream of each of N completions, (N,), in the order of the requests and their members; see `rollout.noise`."""
+    sizes = [request.size for request in requests]
+    keys = np.array([request.key % 2**64 for request in requests], dtype=np.uint64)
+    return streams(seed, np.repeat(keys, sizes), np.concatenate([np.arange(size, dtype=np.uint64) for size in sizes]))
+
+
+def by_group(requests: Sequence[GroupRequest], values: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+    """One value a completion, in the order of the requests and their members, cut into the requests' groups."""
+    rest = iter(values)
+    return tuple(tuple(islice(rest, request.size)) for request in requests)
+
+
+def straggler_seconds(requests: Sequence[GroupRequest], ends: Sequence[float]) -> float:
+    """`RolloutReport.straggler_seconds`, of the moments at which the completions finished, in the same order."""
+    return sum(times[-1] - times[(len(times) - 1) // 2] for times in map(sorted, by_group(requests, ends)))

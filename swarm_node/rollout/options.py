@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from swarm_node.options import Options
+from swarm_node.options import Options, absolute, constant
 
 
 class RolloutOptions(Options):
@@ -23,7 +24,7 @@ class RolloutOptions(Options):
     """Sampling temperature; log-probs describe the tempered distribution. Peers refuse groups below 0.05."""
     max_batch: int = Field(128, ge=1)
     """Completions decoded together at most; others wait for a place."""
-    prefill_tokens: int = Field(1024, ge=16)
+    prefill_tokens: int = constant(1024, ge=16)
     """Prompt tokens that the sparse engine computes between two decode steps at most."""
     cache_gib: float | None = Field(None, gt=0)
     """Memory of the sparse engine's KV cache at most, in GiB; unset: 40 % of what is free. What a step cannot use is not taken."""
@@ -39,5 +40,10 @@ class SparsityOptions(Options):
     """What the 5th percentile of acceptance is held at; training collapses below about 0.75. With DistillSparse 0.80 is enough."""
     closed_loop: bool = True
     """Measure acceptance while training and move the schedule to hold the threshold; otherwise the schedule stays as it was chosen."""
-    observed_completions: int = Field(1, ge=1, le=64)
+    observed_completions: int = constant(1, ge=1, le=64)
     """Completions of a step that are rescored densely for that; each costs one forward pass."""
+
+    @field_validator("schedule")
+    @classmethod
+    def _make_absolute(cls, schedule: str) -> str:
+        return absolute(schedule) if schedule not in ("auto", "dense") and os.path.isfile(absolute(schedule)) else schedule

@@ -4,126 +4,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from swarm_kernels.naive.sampling import draw
 from swarm_protocols.group import Completion, Finish
-from torch import Tensor
-from transformers import Cache
 
-from swarm_node.policy.growing_cache import growing_cache
-from swarm_node.policy.parts import body, cache_argument, head, unwrap
+from swarm_node.policy.growing_cache import prefill
+from swarm_node.policy.parts import body, cache_argument, head
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport, check_requests
-from swarm_node.rollout.noise import streams, uniforms
+from swarm_node.rollout.engine import Engine, GroupRequest, Rollout, RolloutReport, by_group, completion_streams, straggler_seconds
+from swarm_node.rollout.noise import uniforms
 from swarm_node.rollout.options import RolloutOptions
 
 _COMPACT_SHARE = 0.25
 
 
-class ReferenceEngine:
-    """Samples whole groups, batch by batch, each batch from prefill to its last stop token."""
+class ReferenceEngine(Engine):
+    """Samples whole groups, batch by batch, each batch from prefill to its last stop token. It is always dense."""
 
     name = "reference"
 
     def __init__(self, policy: Policy, options: RolloutOptions, choice: str = "engine reference: as asked") -> None:
-        self.choices: tuple[str, ...] = (choice,)
-        self._policy = policy
-        self._max_batch = options.max_batch
+        super().__init__(policy, options)
+        self.choices = (choice,)
 
     def policy_updated(self, step: int) -> None:
         """Nothing to forget: no cache outlives a call of `generate`."""
 
-    def state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Nothing to take up."""
-
     @torch.inference_mode()
-    def generate(
-        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = True
-    ) -> Rollout:
-        """Sample every group to its end; it is always dense.
-
-        Raises:
-            ValueError: an empty prompt, a group of size 0, or a prompt that leaves no room for `max_new_tokens` in the model's context.
-            FloatingPointError: the model's logits are not finite.
-        """
-        check_requests(requests, max_new_tokens, self._policy.context)
-        model = self._policy.model
-        training = model.training
-        model.eval()
+    def _generate(self, requests: Sequence[GroupRequest], seed: int, temperature: float, max_new_tokens: int, dense: bool) -> Rollout:
         started = time.perf_counter()
-        completions: list[Completion] = []
-        idle = steps = 0
-        finished_at: list[float] = []
-        try:
-            for owners, members in self._batches(requests):
-                slots = self._decode(requests, owners, members, seed, temperature, max_new_tokens)
-                completions += slots.completions()
-                finished_at += slots.finished_at.tolist()
-                idle += slots.idle
-                steps += slots.steps
-        finally:
-            model.train(training)
-
-        groups, straggling, first = [], 0.0, 0
-        for request in requests:
-            last = first + request.size
-            groups.append(tuple(completions[first:last]))
-            times = sorted(finished_at[first:last])
-            straggling += times[-1] - times[(request.size - 1) // 2]
-            first = last
+        owners = np.repeat(np.arange(len(requests)), [request.size for request in requests])
+        noise = completion_streams(requests, seed)
+        done = [
+            self._decode(requests, owners[batch], noise[batch], temperature, max_new_tokens)
+            for batch in batches([request.size for request in requests], self._options.max_batch)
+        ]
+        completions = [completion for slots in done for completion in slots.completions()]
         report = RolloutReport(
             tokens=sum(map(len, completions)),
             seconds=time.perf_counter() - started,
-            slot_idle_share=idle / steps if steps else 0.0,
-            straggler_seconds=straggling,
+            slot_idle_share=sum(slots.idle for slots in done) / sum(slots.steps for slots in done),
+            straggler_seconds=straggler_seconds(requests, np.concatenate([slots.finished_at for slots in done]).tolist()),
         )
-        return Rollout(groups=tuple(groups), report=report)
-
-    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(request, member) of each slot, in order, at most `max_batch` slots at a time; only a larger group is cut."""
-        owners: list[int] = []
-        members: list[int] = []
-        for index, request in enumerate(requests):
-            if owners and len(owners) + request.size > self._max_batch:
-                yield np.array(owners), np.array(members)
-                owners, members = [], []
-            for member in range(request.size):
-                if len(owners) == self._max_batch:
-                    yield np.array(owners), np.array(members)
-                    owners, members = [], []
-                owners.append(index)
-                members.append(member)
-        if owners:
-            yield np.array(owners), np.array(members)
+        return Rollout(by_group(requests, completions), report)
 
     def _decode(
         self,
         requests: Sequence[GroupRequest],
         owners: NDArray[np.int64],
-        members: NDArray[np.int64],
-        seed: int,
+        noise: NDArray[np.uint64],
         temperature: float,
         max_new_tokens: int,
     ) -> Slots:
-        """Sample one batch; all slots are at the same position of their completions."""
+        """Sample one batch; all slots are at the same position of their completions.
+
+        Args:
+            requests: All of the call.
+            owners: (B,), the request that each slot belongs to.
+            noise: (B,), the slots' random streams.
+            temperature: Divides the logits.
+            max_new_tokens: Positions at most.
+        """
         policy = self._policy
         device = policy.device
         transformer, project = body(policy.model), head(policy.model)
         cache_name = cache_argument(policy.model)
-        keys = np.array([request.key % 2**64 for request in requests], dtype=np.uint64)
-        noise = streams(seed, keys[owners], members.astype(np.uint64))
         slots = self._slots(owners, max_new_tokens)
 
         distinct, prompt_of = np.unique(owners, return_inverse=True)
-        hidden, cache, mask, lengths = self._prefill([requests[index].prompt for index in distinct], max_new_tokens)
+        hidden, cache, mask, lengths = prefill(policy.model, [requests[index].prompt for index in distinct], max_new_tokens)
         rows = torch.from_numpy(prompt_of).to(device)
         hidden, mask, lengths = hidden[rows], mask[rows], lengths[rows]
         cache.batch_select_indices(rows)
@@ -153,30 +105,19 @@ class ReferenceEngine:
         """The bookkeeping of one batch, given which request each slot belongs to."""
         return Slots(len(owners), max_new_tokens, self._policy.stop_ids)
 
-    def _prefill(self, prompts: list[NDArray[np.int32]], max_new_tokens: int) -> tuple[Tensor, Cache, Tensor, Tensor]:
-        """Run the prompts once, padded on the left.
 
-        Returns:
-            The last hidden states (N, H), the cache, the attention mask (N, longest prompt + max_new_tokens), the prompts' lengths (N,).
-        """
-        model, device = self._policy.model, self._policy.device
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.ones(len(prompts), width + max_new_tokens, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, : width - len(prompt)] = False
-        ids, mask = ids.to(device), mask.to(device)
-        lengths = mask[:, :width].sum(-1)
-        cache = growing_cache(unwrap(model).config)
-        output = body(model)(
-            input_ids=ids,
-            attention_mask=mask[:, :width],
-            position_ids=(mask[:, :width].cumsum(-1) - 1).clamp(min=0),
-            use_cache=True,
-            **{cache_argument(model): cache},
-        )
-        return output.last_hidden_state[:, -1], cache, mask, lengths
+def batches(sizes: Sequence[int], limit: int) -> Iterator[slice]:
+    """Which completions of groups of these sizes are decoded together: as many groups as make up `limit`; only a larger group is cut."""
+    first = last = 0
+    for size in sizes:
+        if last - first + size > limit and last > first:
+            yield slice(first, last)
+            first = last
+        last += size
+        while last - first > limit:
+            yield slice(first, first + limit)
+            first += limit
+    yield slice(first, last)
 
 
 class Slots:
@@ -200,6 +141,7 @@ class Slots:
 
     @property
     def all_finished(self) -> bool:
+        """Whether every slot has stopped; one at the token limit has not."""
         return bool(self._stopped.all())
 
     @property

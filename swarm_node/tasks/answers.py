@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 from swarm_node.tasks.base import Reward
@@ -24,7 +25,14 @@ _NUMBER = re.compile(
     r"(?P<sign>[+-]?)\s?[$€£¥]?\s?"
     rf"(?P<top>{_DECIMAL})(?:\s?/\s?(?P<bottom>{_DECIMAL}))?"
     # A unit: anything without digits and operators; a hyphen or slash may join words, as in `miles/hour`.
-    r"(?:[^0-9+*/^=<>-]|[/-](?=[A-Za-z]))*"
+    r"(?P<unit>(?:[^\d+*/^=<>-]|[/-](?=[A-Za-z]))*)"
+)
+_FIRST = re.compile(
+    # The first digits of a line are a number of their own where neither an operator nor a letter stands before them ...
+    r"\D*?(?<![^\W_])(?<![.,/^×÷·+-])(?<![\w)]\*)(?<![*/^×÷·+-]\s)"
+    rf"(?P<number>(?>(?:[+-](?!\s)|(?<![\w)]\s)[+-]\s)?(?:[$€£¥]\s?)?{_DECIMAL}(?:\s?/\s?{_DECIMAL})?)"
+    # ... and behind them neither another number nor an operator with one.
+    r"(?:\S++|(?!\s+[\d½¼¾⅓⅔])))(?!\s*[-+*/^×÷·xX]{1,2}\s*[($€£¥]*\s*\d)"
 )
 _DIGIT = re.compile(r"[0-9]")
 _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
@@ -50,18 +58,28 @@ def numeral(text: str) -> str | None:
     """The bare digits of the number that `text` is: sign, digits, point, and a slash for a fraction; None where it is no number."""
     if len(text) > MAX_LENGTH:
         return None
-    plain = _MARKUP.sub("", _FRACTION.sub(r"\1/\2", text.translate(_MINUS))).strip(_EDGE)
+    plain = _strip_markup(text).strip(_EDGE).rstrip(f"{_EDGE}.")
     # `$18$` is set as mathematics, `$18` is money.
     match = _NUMBER.fullmatch(plain.strip("$") if plain.endswith("$") else plain)
-    if match is None:
+    if match is None or unicodedata.category(match["unit"].lstrip()[:1] or " ")[0] == "N":  # 5² and 1½ are other numbers
         return None
     bare = match["sign"].strip("+") + match["top"] + (f"/{match['bottom']}" if match["bottom"] else "")
     return bare.replace(",", "") if len(_DIGIT.findall(bare)) <= MAX_DIGITS else None
 
 
+def first_number(text: str) -> str | None:
+    """The first number of a line, as a numeral, whatever words follow it; of an expression, the value that it is said to equal."""
+    for side in _strip_markup(text).split("="):
+        match = _FIRST.match(side)
+        number = numeral(match["number"]) if match else None
+        if number is not None:
+            return number
+    return None
+
+
 def last_number(text: str) -> str | None:
     """The last word with a digit in it, as a numeral, if it is a number: what a reader takes for the answer where no place is marked."""
-    for word in reversed(re.split(r"[\s=]+", text[-MAX_LENGTH:])):
+    for word in reversed(re.split(r"[\s=]+", text)):
         if _DIGIT.search(word):
             return numeral(word)
     return None
@@ -73,16 +91,29 @@ def last_line(text: str) -> str:
 
 
 def marked(text: str, marker: str = "####") -> str | None:
-    """What follows the last `marker`, up to the end of the text."""
-    _, found, tail = text.rpartition(marker)
-    return tail.strip() if found else None
+    """The number behind the last `marker` that has one, as a numeral; empty where none has, None where there is no marker.
+
+    A marker has one number at most: the first of its own line or, where no digit stands there, the next line if that is a number.
+    """
+    _, *behind = text.split(marker)
+    return next(filter(None, map(_stated, filter(_DIGIT.search, reversed(behind)))), "") if behind else None
+
+
+def _stated(text: str) -> str | None:
+    line, _, below = text.partition("\n")
+    number = first_number(line) if _DIGIT.search(line) else numeral(below.strip().partition("\n")[0])
+    return number if parse_number(number or "") is not None else None
 
 
 def tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last `<tag>…</tag>`; None where there is no such pair."""
-    before, closed, _ = text.rpartition(f"</{tag}>")
-    _, opened, inside = before.rpartition(f"<{tag}>")
-    return inside.strip() if closed and opened else None
+    """What stands in the last `<tag>…</tag>` that holds more than dots; empty where none does, None where there is no such pair."""
+    *closed, _ = text.split(f"</{tag}>")
+    pairs = [inside.strip() for _, opened, inside in (before.rpartition(f"<{tag}>") for before in reversed(closed)) if opened]
+    return next((inside for inside in pairs if inside.strip(".…")), "") if pairs else None
+
+
+def _strip_markup(text: str) -> str:
+    return _MARKUP.sub("", _FRACTION.sub(r"\1/\2", text.translate(_MINUS)))
 
 
 def combine(form: float, answer: float, *, correct: bool) -> Reward:

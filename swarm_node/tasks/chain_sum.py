@@ -58,6 +58,7 @@ class ChainSum(Task):
         return Problem(self.name, split, seed, index, self.prompt(terms), sum(terms), self.level)
 
     def prompt(self, terms: tuple[int, ...]) -> str:
+        """The terms in digits: `7+15+9=`."""
         return "+".join(map(str, terms)) + "="
 
     def reward(self, problem: Problem, completion: str) -> Reward:

@@ -49,7 +49,7 @@ _DRAWN_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 
 
 class Gym(Task):
-    """One dataset with options. The text in the last `<answer>…</answer>` is scored.
+    """One dataset with options. The text in the last `<answer>…</answer>` that holds any is scored.
 
     Without the tags the last number is scored where a number is asked for, and the last line elsewhere: small models answer long before
     they write tags (SmolLM2-135M at temperature 0.5: half of one-digit products right, no tag in any). They lose the format's share.
@@ -107,9 +107,9 @@ class Gym(Task):
         """Entry `number` of the dataset, in [0, 2**32)."""
         try:
             with _own_randomness(number):
-                if self._dataset_name in _DRAWN_AT_CONSTRUCTION:
-                    return self._create(number, 1)[0]
-                return self._dataset[number]
+                drawn = self._dataset_name in _DRAWN_AT_CONSTRUCTION
+                entry: dict[str, Any] = self._create(number, 1)[0] if drawn else self._dataset[number]
+                return entry
         except Exception as error:  # a hundred generators of others; peers name problems, and may name one at which a generator fails
             raise TaskError(f"{self.name} failed to generate entry {number}: {error!r}. Choose other options") from error
 

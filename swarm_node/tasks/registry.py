@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swarm_protocols.limits import DEFAULT_LIMITS
+
 from swarm_node.tasks.base import Task, TaskError
 from swarm_node.tasks.chain_sum import ChainSum
 from swarm_node.tasks.gsm8k import load_gsm8k
 from swarm_node.tasks.gym import load_gym
 from swarm_node.tasks.word_sum import WordSum
 
-MAX_SPEC = 200
-"""Characters of a task's name at most: it travels with every group."""
-
 
 def load_task(spec: str) -> Task:
     """The task that `spec` names. Its `name` is canonical: equal tasks have equal names, on every machine.
 
     Raises:
-        TaskError: no such task, level or data set, or its data cannot be read.
+        TaskError: no such task, level or data set, its data cannot be read, or its name is longer than the wire carries.
     """
-    if len(spec) > MAX_SPEC:
-        raise TaskError(f"task name of {len(spec)} characters is longer than the limit of {MAX_SPEC}: shorten it")
     kind, colon, argument = spec.partition(":")
     if kind not in _KINDS or (colon and not argument):
         raise TaskError(f"unknown task {spec!r}: choose {', '.join(_FORMS)}")
-    return _KINDS[kind](argument)
+    task = _KINDS[kind](argument)
+    if len(task.name) > DEFAULT_LIMITS.text_bytes:
+        raise TaskError(f"{task.name} travels with every group and is longer than {DEFAULT_LIMITS.text_bytes} bytes: give fewer options")
+    return task
 
 
 def _levelled(kind: type[ChainSum]) -> Callable[[str], Task]:

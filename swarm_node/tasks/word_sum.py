@@ -21,6 +21,7 @@ class WordSum(ChainSum):
     kind = "word-sum"
 
     def prompt(self, terms: tuple[int, ...]) -> str:
+        """The terms in words: `seven plus fifteen plus nine=`."""
         return " plus ".join(map(spell, terms)) + "="
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,10 +16,13 @@ import typer
 
 from swarm_node.cli import app as cli
 from swarm_node.cli.join import SPINS
+from swarm_node.cli.output import print_json
+from swarm_node.config import Config
 from swarm_node.home import Home
 from swarm_node.network.identity import load_or_create
 from swarm_node.observe import report
 from swarm_node.observe.metrics import MetricsWriter, StepRow
+from tests.support.waiting import HANG_S
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,15 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_unexpected_error_keeps_its_traceback(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_error_of_somebody_else_is_no_bad_input(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(folders: object) -> None:
         raise ValueError("not one of ours")
 
     monkeypatch.setattr(report, "read_runs", fail)
-    with pytest.raises(ValueError, match="not one of ours"):
-        run("report", home)
+    result = run("report", home)
+    assert result.code == 70
+    assert "internal error: ValueError: not one of ours" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_ctrl_c_ends_with_130(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +166,7 @@ def test_ctrl_c_ends_with_130(run: Run, home: Path, monkeypatch: pytest.MonkeyPa
             "--directory: network.directory_peers: '/ip4/192.0.2.7/tcp/1' does not end in /p2p/PEER-ID",
         ),
         (["--listen", "0.0.0.0:1"], "--listen: network.listen: '0.0.0.0:1' is not an address"),
+        (["--listen", "/dns4/ada/tcp/5"], "'/dns4/ada/tcp/5' is a name: give the address of this machine to listen on"),
         (["--steps", "0"], "--steps: run.steps = 0: should be greater than or equal to 1"),
         (["--minutes", "-1"], "--minutes: run.minutes = -1.0: should be greater than 0"),
         (["--swarm", "../up"], "--swarm: swarm = "),
@@ -233,8 +240,13 @@ def test_config_show_prints_where_every_value_came_from(run: Run, tmp_path: Path
 def test_join_puts_every_option_where_it_belongs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swarm_node import lifecycle
 
-    seen = []
-    monkeypatch.setattr(lifecycle, "run", lambda config: seen.append(config) or 0)
+    seen: list[Config] = []
+
+    def remember(config: Config, *, profile: bool) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(lifecycle, "run", remember)
     peers = [f"{where}/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB" for where in ("/ip4/192.0.2.7/tcp/1", "/dns4/ada/tcp/2")]
     result = run(
         *("join", "--model", "tiny-s", "--lora", "--task", "chain-sum:2", "--swarm", "ours", "--peer", peers[0], "--peer", peers[1]),
@@ -252,8 +264,13 @@ def test_join_puts_every_option_where_it_belongs(run: Run, tmp_path: Path, monke
 def test_full_takes_back_the_files_lora(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swarm_node import lifecycle
 
-    seen = []
-    monkeypatch.setattr(lifecycle, "run", lambda config: seen.append(config.model.lora) or 0)
+    seen: list[bool] = []
+
+    def remember(config: Config, *, profile: bool) -> int:
+        seen.append(config.model.lora)
+        return 0
+
+    monkeypatch.setattr(lifecycle, "run", remember)
     (tmp_path / "c.toml").write_text("[model]\nlora = true\n")
     run("join", "--config", tmp_path / "c.toml")
     run("join", "--config", tmp_path / "c.toml", "--full")
@@ -287,6 +304,11 @@ def test_models_are_listed_and_described(run: Run) -> None:
         unknown = run("model", command, "gpt-9")
         assert unknown.code == 2
         assert "unknown model 'gpt-9'. Known names: auto, tiny-s" in unknown.err
+
+
+def test_numbers_that_json_lacks_are_null_or_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"not measured": math.nan, "ratios": [math.inf, -math.inf, 0.5], 3: (1, Path("a"))})
+    assert json.loads(capsys.readouterr().out) == {"not measured": None, "ratios": ["inf", "-inf", 0.5], "3": [1, "a"]}
 
 
 def test_report_writes_the_file_that_it_names(run: Run, home: Path, tmp_path: Path) -> None:
@@ -325,3 +347,152 @@ def test_eval_needs_something_to_evaluate(run: Run, tmp_path: Path) -> None:
     assert run("eval", "--model", "tiny-s", "--problems", "0").code == 2
     assert run("eval", "--model", "tiny-s", "--split", "train").code == 2
     assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('task.name = "chain-sum:99"', "no level 99"),
+        ('task.name = "juggling"', "unknown task 'juggling'"),
+        ('task.name = "gsm8k:/no/such/folder"', "/no/such/folder"),
+        ('model.name = "gpt-9"', "unknown model 'gpt-9'"),
+        ('model.name = "/no/such/folder"', "/no/such/folder"),
+        ('sparsity.schedule = "qwen9"', "no schedule 'qwen9'"),
+    ],
+)
+def test_config_check_finds_what_join_would_refuse(run: Run, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "c.toml").write_text(line + "\n")
+    result = run("config", "check", tmp_path / "c.toml")
+    assert result.code == 2
+    assert message in result.err
+    assert run("config", "show", "--config", tmp_path / "c.toml").code == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b"\xff\xfe\x00", b"null", b"[" * 100_000])
+def test_a_damaged_status_is_named(run: Run, tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "status.json").write_bytes(damage)
+    result = run("status", "--home", tmp_path)
+    assert result.code == 1
+    assert "not running; it was unknown" in result.out
+    assert f"{tmp_path / 'status.json'} is damaged" in result.out
+    with Home.open(tmp_path):
+        shown = run("status", "--home", tmp_path, "--json")
+        assert (shown.code, json.loads(shown.out)["running"]) == (0, True)
+
+
+def test_config_check_names_every_problem_with_its_line(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[model]\nname = "gpt-9"\n\n[task]\nname = "juggling"\n')
+    result = run("config", "check", file)
+    assert result.code == 2
+    lines = result.err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"swarm-node: {file}, line 5: task.name: unknown task 'juggling'")
+    assert lines[1].startswith(f"{file}, line 2: model.name: unknown model 'gpt-9'")
+
+
+def test_a_status_of_another_version_or_with_impossible_values_is_shown_as_it_is(run: Run, tmp_path: Path) -> None:
+    facts = '{"state": ["x"], "since": 1e999, "updated": "noon", "waiting_for": {}, "peers": NaN, "new": {"a": [1]}, "step": 1%s}'
+    (tmp_path / "status.json").write_text(facts % ("0" * 4000))
+    with Home.open(tmp_path):
+        shown = run("status", "--home", tmp_path)
+        assert shown.code == 0
+        assert "updated  ? ago" in shown.out
+        assert "new      a [1]" in shown.out
+        assert json.loads(run("status", "--home", tmp_path, "--json").out)["peers"] is None
+
+
+def test_a_report_passes_over_what_it_cannot_read_and_says_so(run: Run, home: Path, tmp_path: Path) -> None:
+    with (home / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"kind":"step","step":"two","time":1}\n{"kind":"step","st')
+    result = run("report", home, "--out", tmp_path / "r.html", "--json")
+    assert json.loads(result.out)["nodes"][0]["steps"] == 1
+    assert "lines that cannot be read are passed over: 3, the first is line 2" in result.err
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["config", "show"], ["config", "show", "--json"], ["model", "list"]])
+def test_output_on_a_full_disk_is_named_and_no_fault_of_ours(arguments: list[str], buffered: str) -> None:
+    command = [sys.executable, "-m", "swarm_node.cli.app", *arguments]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False,
+            env=os.environ | {"PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "swarm-node: standard output cannot be written: No space left on device\n")
+
+
+def test_a_reader_that_has_seen_enough_hears_nothing_more() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "swarm_node.cli.app", "config", "show"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_json_is_whole_where_the_terminal_knows_ascii_alone(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"waiting_for": "λ·\\ud800"}')
+    command = [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(tmp_path), "--json"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment)
+    assert json.loads(done.stdout) == {"running": False, "waiting_for": "λ·\ud800"}
+
+
+INTERNAL = """
+import sys
+from swarm_node import home
+def broken(path):
+    error = KeyError("a bug")
+    error.add_note("learning for 3 s at step 12")
+    raise error
+home.holder = broken
+from swarm_node.cli.app import main
+sys.argv = ["swarm-node", "status", "--home", sys.argv[1]]
+main()
+"""
+
+
+def test_an_error_that_nobody_foresaw_says_what_to_send_and_hides_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", INTERNAL, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 70
+    assert "Traceback" not in done.stderr
+    assert "internal error: KeyError: 'a bug'" in done.stderr
+    assert f"command   swarm-node status --home {tmp_path}" in done.stderr
+    (log,) = tmp_path.glob("swarm-node-error-*.log")
+    assert f"log       {log}" in done.stderr
+    assert "in broken)" in done.stderr
+    assert "state     learning for 3 s at step 12" in done.stderr
+    assert "KeyError: 'a bug'" in log.read_text()
+    assert "Traceback" in log.read_text()
+
+
+def test_known_errors_are_a_sentence_also_where_nobody_reads_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "swarm_node.cli.app", "status", "--home", str(tmp_path)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stderr=full, stdout=full, timeout=HANG_S, check=False)
+    assert done.returncode == 2
+
+
+def test_eval_leaves_over_long_problems_out_and_says_how_many_and_why(run: Run) -> None:
+    """tiny-s reads characters in a context of 2,048; one of two held-out questions has 3,500."""
+    lines = [json.dumps({"question": question, "answer": "#### 2"}) for question in ("What is 1 + 1?", "word " * 700 + "What is 1 + 1?")]
+    Path("train.jsonl").write_text('{"question": "What is 2 + 2?", "answer": "#### 4"}')
+    Path("test.jsonl").write_text("\n".join(lines))
+    arguments = ("eval", "--model", "tiny-s", "--task", "gsm8k:.", "--problems", "6", "--samples", "1", "--max-new-tokens", "4")
+    shown = run(*arguments)
+    assert shown.code == 0
+    (row,) = json.loads(run(*arguments, "--json").out)
+    assert 0 < row["left_out"] < 6
+    assert f"tiny-s: {row['left_out']} of 6 problems were left out, first: {row['left_out_why']}" in shown.out
+    assert "max_new_tokens = 4 do not fit the context of 2048" in row["left_out_why"]
+    assert row["per_problem"].count(None) == row["left_out"]
+
+    Path("test.jsonl").write_text(lines[1])
+    refused = run(*arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert "none of 6 problems of gsm8k@" in refused.err
+    assert "choose another task or model, or fewer new tokens" in refused.err

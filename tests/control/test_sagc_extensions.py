@@ -18,7 +18,7 @@ from swarm_node.control.events import straggles
 from swarm_node.control.options import SagcOptions
 from swarm_node.control.prompt_aware import MAX_FEATURES, FeatureTable, prompt_feature
 from swarm_node.control.sagc import Controller
-from swarm_node.control.steptime import MIN_REPORTS, StepTimeModel, rate_utilities
+from swarm_node.control.steptime import MIN_REPORTS, WINDOW, StepTimeModel, rate_utilities
 from swarm_node.experiments.sagc.over_sampling import OverSampling, first_to_finish
 
 CALM = [10, 11, 12, 13]
@@ -93,6 +93,14 @@ def test_counterfactual_learns_of_sizes_that_were_never_played() -> None:
     assert size == 16
     assert controller.posterior[4] == pytest.approx(0.222, abs=0.03)  # Monte Carlo of groups of 4 and 8
     assert controller.posterior[8] == pytest.approx(0.463, abs=0.03)
+
+
+def test_groups_too_small_for_a_candidate_weigh_nothing_for_it() -> None:
+    controller = Controller(SagcOptions(candidates=(4, 8), counterfactual=0.5), seed=0)
+    assert controller.choose().size == 8
+    observed = controller.observe([[10] * 8, [10, 10, 10], [10, 10], [10] * 8])  # two lost completions whose reward failed
+    assert observed.counterfactual == {4: 0.0}
+    assert controller.state()["counts"] == [[0.0, 0.5 * 2 / 4], [0.0, 1.0]]
 
 
 # -- monotone ---------------------------------------------------------------------------------------------------------------------
@@ -197,6 +205,14 @@ def test_prompt_aware_restored_between_choice_and_lesson_goes_on_alike() -> None
     assert first.state() == second.state()
 
 
+def test_all_groups_of_a_step_together_are_one_for_the_general_experience() -> None:
+    controller = Controller(SagcOptions(prompt_aware=True), seed=0)
+    controller.choose(["a", "b", "b", "c"])
+    controller.observe_events([True, False, False, False])
+    straggled, calm = map(sum, zip(*controller.state()["counts"], strict=True))
+    assert (straggled, calm) == (0.25, 0.75)
+
+
 def test_another_number_of_groups_than_decided_is_an_error() -> None:
     controller = Controller(SagcOptions(prompt_aware=True), seed=0)
     controller.choose(["a", "b"])
@@ -253,6 +269,21 @@ def test_an_engine_that_keeps_finished_slots_busy_is_charged_for_them() -> None:
     predicted = model.predict([4, 8])
     assert predicted is not None
     assert predicted[4] == pytest.approx((4 * per_slot + fixed) * (3 - 2 * 0.5**4), rel=0.02)
+
+
+def test_slots_that_no_completion_would_have_taken_are_no_waste() -> None:
+    """Tokens 4, longest 3: a static batch of two wastes 2 slot-steps. The engine says 6, of slots that stood empty all the time."""
+    model = StepTimeModel()
+    model.observe([[1, 3]], Cost(1.0, 0.6))
+    assert model.state()["waste"] == [2.0, 2.0]
+
+
+def test_the_lengths_of_lately_are_remembered() -> None:
+    model = StepTimeModel()
+    for length in (100, 10):
+        for _ in range(WINDOW):
+            model.observe([[length]], Cost(1.0, 0.0))
+    assert model.state()["lengths"] == [10] * WINDOW
 
 
 def test_coefficients_are_never_negative() -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import HANG_S
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "local_swarm.py"
 
 
 @pytest.mark.slow
 def test_three_nodes_learn_from_each_other_and_get_better(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), "--runs", str(tmp_path)], capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, str(SCRIPT), "--runs", str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.kernel_cases import assert_same, make_case, random_lists
+from tests.support.waiting import HANG_S
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,14 +25,14 @@ if not INTERPRETED:
     def test_triton_kernels_equal_naive_in_the_interpreter() -> None:
         environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "not slow", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=6 * HANG_S, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
     @pytest.mark.slow
     def test_triton_kernels_equal_naive_in_the_interpreter_over_the_whole_grid() -> None:
         environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "slow", __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=6 * HANG_S, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 else:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from swarm_kernels.naive import linear as naive
 from swarm_kernels.native import backend
-from swarm_kernels.native.backend import FEW_ROWS, NativeKernels
+from swarm_kernels.native.backend import NativeKernels
+from swarm_kernels.native.stack import FEW_ROWS
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tests.support.policies import family_model, random_policy
 
 HAS_STACK = bool(NativeKernels().library.swarm_has_linear())
 WIDTH, HEADS, KV_HEADS, SIZE, INNER = 64, 4, 2, 32, 96
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 24},
@@ -36,7 +36,7 @@ FAMILIES = {
 
 
 def bfloat_policy(family: str, **changes: Any) -> Policy:
-    model = family_model(family, **changes).to(torch.bfloat16)
+    model = family_model(family, **changes).bfloat16()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
@@ -84,7 +84,7 @@ def test_weights_that_are_written_to_are_seen() -> None:
     engine = SparseEngine(policy, RolloutOptions())
     before = generate(engine)
     with torch.no_grad():
-        policy.model.model.layers[1].mlp.down_proj.weight.mul_(3)  # type: ignore[union-attr, index, operator]
+        policy.model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(3)
     changed = generate(engine)
     fresh = generate(SparseEngine(policy, RolloutOptions()))
     assert changed.groups[0][0].logprobs.tolist() == fresh.groups[0][0].logprobs.tolist() != before.groups[0][0].logprobs.tolist()
@@ -110,8 +110,8 @@ def test_weights_that_moved_are_found_by_the_next_call() -> None:
     policy = bfloat_policy("llama")
     engine = SparseEngine(policy, RolloutOptions())
     generate(engine)
-    linear = policy.model.model.layers[1].mlp.down_proj  # type: ignore[union-attr, index]
-    linear.weight = torch.nn.Parameter(linear.weight.detach() * 3)  # type: ignore[union-attr, operator]
+    linear = policy.model.get_submodule("model.layers.1.mlp.down_proj")
+    linear.weight = torch.nn.Parameter(linear.get_parameter("weight").detach() * 3)
     fresh = generate(SparseEngine(policy, RolloutOptions()))
     assert generate(engine).groups[0][0].logprobs.tolist() == fresh.groups[0][0].logprobs.tolist()
 

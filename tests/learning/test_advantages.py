@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from swarm_protocols.group import Finish
 
@@ -29,7 +32,7 @@ def test_standardize_divides_by_the_sample_standard_deviation() -> None:
 
 
 @pytest.mark.parametrize("kind", ["center", "standardize"])
-def test_float_noise_in_equal_rewards_gives_exactly_no_advantage(kind) -> None:
+def test_float_noise_in_equal_rewards_gives_exactly_no_advantage(kind: Literal["center", "standardize"]) -> None:
     assert group_advantages(np.array([0.1 + 0.2, 0.3, 0.3 + 9e-7]), kind).tolist() == [0.0, 0.0, 0.0]
 
 
@@ -40,7 +43,7 @@ def test_a_group_of_one_cannot_be_compared() -> None:
 
 @PROPERTY
 @given(REWARDS, st.floats(-5, 5))
-def test_centered_advantages_sum_to_zero_and_ignore_a_common_shift(rewards, shift) -> None:
+def test_centered_advantages_sum_to_zero_and_ignore_a_common_shift(rewards: NDArray[np.float64], shift: float) -> None:
     advantages = group_advantages(rewards, "center")
     assert abs(advantages.sum()) < 1e-9
     if not one_reward(rewards) and not one_reward(rewards + shift):
@@ -49,7 +52,7 @@ def test_centered_advantages_sum_to_zero_and_ignore_a_common_shift(rewards, shif
 
 @PROPERTY
 @given(REWARDS)
-def test_standardizing_keeps_order_and_sign(rewards) -> None:
+def test_standardizing_keeps_order_and_sign(rewards: NDArray[np.float64]) -> None:
     centered, standardized = group_advantages(rewards, "center"), group_advantages(rewards, "standardize")
     assert (np.sign(centered) == np.sign(standardized)).all()
     assert (np.argsort(centered, kind="stable") == np.argsort(standardized, kind="stable")).all()
@@ -115,7 +118,7 @@ def test_horizontal_advantages_are_taken_against_the_assembled_groups_mean() -> 
 
 @PROPERTY
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 200))
-def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget) -> None:
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
     batches = micro_batches(lengths, budget)
     assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
     for rows in batches:
@@ -135,7 +138,7 @@ def test_micro_batches_begin_with_the_longest() -> None:
         ({"overlong_start": 5, "overlong_limit": 9}, "part of 'dapo'"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(choices, message) -> None:
+def test_options_that_contradict_each_other_are_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         LearningOptions(**choices)
 

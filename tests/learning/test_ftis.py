@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarm_node.learning.ftis import Tokens, completion_weights, distances, ftis_loss, keep_mask, kl_estimates
-from swarm_node.learning.options import LearningOptions
+from swarm_node.learning.options import Algorithm, Estimator, LearningOptions, OffPolicy
 from swarm_node.learning.statistics import LossMetrics, RowStatistics, summarise
 
 PROPERTY = settings(max_examples=15, deadline=None, derandomize=True)
-MODES = ["f-tis", "tis", "f-vis", "vis", "f-nois", "nois"]
-ALGORITHMS = ["grpo", "dr-grpo", "dapo"]
-INFINITE = {"truncation": math.inf, "kl_threshold": math.inf}
+MODES: list[OffPolicy] = ["f-tis", "tis", "f-vis", "vis", "f-nois", "nois"]
+ALGORITHMS: list[Algorithm] = ["grpo", "dr-grpo", "dapo"]
+INFINITE: dict[str, Any] = {"truncation": math.inf, "kl_threshold": math.inf}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Case:
     tokens: Tokens
     sizes: Tensor
 
-    def run(self, parts: Sequence[Tensor] | None = None, groups: int | None = None, **settings) -> Outcome:
+    def run(self, parts: Sequence[Tensor] | None = None, groups: int | None = None, **settings: Any) -> Outcome:
         """As the trainer does it: the weights of the whole batch first, then loss and gradient of one part after the other."""
         theta = self.tokens.theta.detach().clone().requires_grad_()
         tokens, options = replace(self.tokens, theta=theta), LearningOptions(**settings)
@@ -52,8 +53,8 @@ class Case:
             loss += part_loss.item()
             statistics.append(seen)
         assert theta.grad is not None
-        rows = RowStatistics.concatenate(statistics)
-        return Outcome(loss, theta.grad, rows.keep.tolist(), summarise(rows))
+        whole = RowStatistics.concatenate(statistics)
+        return Outcome(loss, theta.grad, whole.keep.tolist(), summarise(whole))
 
     def weights(self, options: LearningOptions, keep: Tensor | None = None, groups: int | None = None) -> Tensor:
         keep = torch.ones(len(self.tokens.lengths), dtype=torch.bool) if keep is None else keep
@@ -159,7 +160,7 @@ def test_the_examples_metrics_by_hand() -> None:
         ({"filter": "both", "kl_threshold": 0.62, "kl_reduction": "sum"}, [True, True], -0.3125),
     ],
 )
-def test_the_example_filtered(settings, kept, loss) -> None:
+def test_the_example_filtered(settings: dict[str, Any], kept: list[bool], loss: float) -> None:
     result = EXAMPLE.run(**settings)
     assert result.keep == kept
     assert result.loss == pytest.approx(loss, rel=1e-12)
@@ -175,7 +176,7 @@ def test_the_example_filtered(settings, kept, loss) -> None:
         ("dapo", -(0.5 - 1.5) / 4),
     ],
 )
-def test_algorithms_differ_in_how_tokens_are_averaged(algorithm, loss) -> None:
+def test_algorithms_differ_in_how_tokens_are_averaged(algorithm: Algorithm, loss: float) -> None:
     theta = torch.full((4,), -1.0, dtype=torch.float64)
     case = batch(theta, theta, theta, [1, 3], [0.5, -0.5], [2])
     assert case.run(algorithm=algorithm, constant_length=10).loss == pytest.approx(loss, abs=1e-12)
@@ -191,7 +192,7 @@ def test_algorithms_differ_in_how_tokens_are_averaged(algorithm, loss) -> None:
         ("nois", [1.0, 1.0, 1.0, 1.0]),
     ],
 )
-def test_corrections_differ_in_what_multiplies_a_tokens_gradient(mode, expected) -> None:
+def test_corrections_differ_in_what_multiplies_a_tokens_gradient(mode: OffPolicy, expected: list[float]) -> None:
     per_token = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64)
     for name in (mode, f"f-{mode}"):
         gradient = EXAMPLE.run(off_policy=name).gradient
@@ -206,7 +207,7 @@ def test_vis_keeps_the_whole_ratio_within_the_clip() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_only_f_modes_filter(mode) -> None:
+def test_only_f_modes_filter(mode: OffPolicy) -> None:
     kept = EXAMPLE.run(off_policy=mode, filter="both", kl_threshold=0.3).keep
     assert kept == ([True, False] if mode.startswith("f-") else [True, True])
 
@@ -220,7 +221,7 @@ def test_estimators_on_a_known_log_ratio() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_distances_reduce_the_estimates_of_each_completion(estimator, reduction) -> None:
+def test_distances_reduce_the_estimates_of_each_completion(estimator: Estimator, reduction: Literal["mean", "sum"]) -> None:
     case = random_case(3)
     options = LearningOptions(kl_estimator=estimator, kl_reduction=reduction)
     estimates = kl_estimates(case.tokens.theta, case.tokens.gen, estimator)
@@ -238,7 +239,7 @@ def test_k1_estimates_kl_and_k3_estimates_chi_square_minus_kl_on_samples_of_the_
 
 @PROPERTY
 @given(st.integers(0, 10_000))
-def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed) -> None:
+def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed: int) -> None:
     case = random_case(seed, moved=0.0)
     tokens, result = case.tokens, case.run(**INFINITE)
     groups, expected = len(case.sizes), torch.zeros_like(tokens.theta)
@@ -253,7 +254,7 @@ def test_without_truncation_and_threshold_it_is_plain_importance_sampling(seed) 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @PROPERTY
 @given(seed=st.integers(0, 10_000))
-def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm, seed) -> None:
+def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm: Algorithm, seed: int) -> None:
     case = random_case(seed, drift=0.0, moved=0.0)
     corrected = case.run(algorithm=algorithm).gradient
     plain = case.run(algorithm=algorithm, off_policy="nois").gradient
@@ -265,7 +266,7 @@ def test_on_policy_it_is_grpo_to_the_bit_of_the_gradient(algorithm, seed) -> Non
 
 @PROPERTY
 @given(st.integers(0, 10_000))
-def test_the_importance_weight_has_no_gradient(seed) -> None:
+def test_the_importance_weight_has_no_gradient(seed: int) -> None:
     case = random_case(seed, moved=0.0)
     # If d w / d theta were not 0, the gradient would also depend on R's value through w' R; with w constant it is w * A * weight exactly.
     tokens = case.tokens
@@ -276,7 +277,7 @@ def test_the_importance_weight_has_no_gradient(seed) -> None:
 
 @PROPERTY
 @given(st.integers(0, 10_000))
-def test_gradient_agrees_with_finite_differences_of_the_ratio(seed) -> None:
+def test_gradient_agrees_with_finite_differences_of_the_ratio(seed: int) -> None:
     """With w frozen at theta, L(theta + h) - L(theta - h) over 2h is the gradient, clip included (away from its kinks)."""
     case = random_case(seed, moved=0.6)
     theta, step = case.tokens.theta, 1e-6
@@ -292,7 +293,7 @@ def test_gradient_agrees_with_finite_differences_of_the_ratio(seed) -> None:
 
 @PROPERTY
 @given(st.integers(0, 10_000))
-def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed) -> None:
+def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed: int) -> None:
     case = random_case(seed, moved=0.6)
     result = case.run(off_policy="tis")
     assert result.metrics.clip_fraction * len(case.tokens.theta) == pytest.approx((result.gradient == 0).sum().item())
@@ -301,7 +302,9 @@ def test_clip_fraction_counts_exactly_the_tokens_without_gradient(seed) -> None:
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(normalizer, algorithm, poison) -> None:
+def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(
+    normalizer: Literal["all", "kept"], algorithm: Algorithm, poison: float
+) -> None:
     case = random_case(11)
     broken, tokens = case.rows()[1], case.tokens
     theta, old = tokens.theta.clone(), tokens.old.clone()
@@ -320,7 +323,7 @@ def test_filtered_rows_have_zero_gradient_and_their_nan_reaches_nobody(normalize
 @pytest.mark.parametrize("off_policy", MODES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
-def test_all_filtered_gives_loss_zero_and_no_nan(off_policy, algorithm, normalizer) -> None:
+def test_all_filtered_gives_loss_zero_and_no_nan(off_policy: OffPolicy, algorithm: Algorithm, normalizer: Literal["all", "kept"]) -> None:
     case = random_case(5)
     case = case.change(truncated=torch.ones(len(case.tokens.lengths), dtype=torch.bool))
     result = case.run(off_policy=off_policy, algorithm=algorithm, normalizer=normalizer, mask_truncated=True)
@@ -337,7 +340,7 @@ def test_truncated_completions_are_masked_only_when_asked() -> None:
 
 @PROPERTY
 @given(st.integers(0, 10_000), st.sampled_from(["both", "either", "none"]))
-def test_the_filter_decides_per_completion_by_its_definition(seed, kind) -> None:
+def test_the_filter_decides_per_completion_by_its_definition(seed: int, kind: str) -> None:
     case = random_case(seed)
     tokens, keep = case.tokens, case.run(filter=kind, kl_threshold=0.2).keep
     for i, row in enumerate(case.rows()):
@@ -381,7 +384,7 @@ def padded_gradient(case: Case, options: LearningOptions, side: str) -> Tensor:
 @pytest.mark.parametrize("side", ["left", "right"])
 @PROPERTY
 @given(seed=st.integers(0, 10_000))
-def test_padding_makes_no_difference(side, seed) -> None:
+def test_padding_makes_no_difference(side: str, seed: int) -> None:
     case = random_case(seed, moved=0.3)
     torch.testing.assert_close(
         case.run(kl_threshold=0.1).gradient, padded_gradient(case, LearningOptions(kl_threshold=0.1), side), rtol=1e-10, atol=1e-14
@@ -392,9 +395,9 @@ def test_padding_makes_no_difference(side, seed) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @PROPERTY
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 3))
-def test_micro_batches_add_up_to_the_batch(normalizer, algorithm, seed, cut) -> None:
+def test_micro_batches_add_up_to_the_batch(normalizer: Literal["all", "kept"], algorithm: Algorithm, seed: int, cut: int) -> None:
     case = random_case(seed, moved=0.3)
-    settings_ = {"algorithm": algorithm, "normalizer": normalizer, "kl_threshold": 0.1}
+    settings_: dict[str, Any] = {"algorithm": algorithm, "normalizer": normalizer, "kl_threshold": 0.1}
     whole = case.run(**settings_)
     other_order = torch.arange(len(case.tokens.lengths)).flip(0)
     parts = case.run(other_order.split(cut), **settings_)  # other sizes, groups torn apart
@@ -407,7 +410,7 @@ def test_micro_batches_add_up_to_the_batch(normalizer, algorithm, seed, cut) -> 
 
 @PROPERTY
 @given(st.integers(0, 10_000))
-def test_the_order_of_completions_within_a_group_makes_no_difference(seed) -> None:
+def test_the_order_of_completions_within_a_group_makes_no_difference(seed: int) -> None:
     case = random_case(seed)
     order = torch.cat([torch.arange(int(s)).flip(0) + int(case.sizes[:i].sum()) for i, s in enumerate(case.sizes)])
     shuffled = Case(pick(case.tokens, order), case.sizes)
@@ -440,11 +443,12 @@ def test_weights_are_zero_and_not_nan_when_nothing_is_kept() -> None:
 
 @PROPERTY
 @given(st.integers(0, 10_000))
-def test_leaving_out_groups_without_advantage_is_the_same_as_computing_them(seed) -> None:
+def test_leaving_out_groups_without_advantage_is_the_same_as_computing_them(seed: int) -> None:
     case = random_case(seed)
     tokens, count = case.tokens, len(case.tokens.theta)
+    theta, gen, old = (torch.cat([part, part[:2]]) for part in (tokens.theta, tokens.gen, tokens.old))
     flat = batch(
-        *(torch.cat([part, part[:2]]) for part in (tokens.theta, tokens.gen, tokens.old)),
+        *(theta, gen, old),
         [*tokens.lengths.tolist(), 1, 1],
         [*tokens.advantages.tolist(), 0.0, 0.0],
         [*case.sizes.tolist(), 2],
@@ -466,7 +470,7 @@ def test_extreme_log_ratios_stay_finite_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_k3_is_never_negative_however_far_the_policy_is(dtype) -> None:
+def test_k3_is_never_negative_however_far_the_policy_is(dtype: torch.dtype) -> None:
     apart = torch.tensor([0.0, 1.0, 20.0, 25.0, 6e8, 1e30], dtype=dtype)
     forth = kl_estimates(-apart, torch.zeros_like(apart), "k3")
     assert forth.tolist() == pytest.approx([0, math.e - 2, *[math.exp(20) - 21] * 4], rel=1e-6)
@@ -475,7 +479,7 @@ def test_k3_is_never_negative_however_far_the_policy_is(dtype) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_completion_far_beyond_float32_is_filtered_and_an_infinite_one_dropped_under_every_estimator(estimator) -> None:
+def test_a_completion_far_beyond_float32_is_filtered_and_an_infinite_one_dropped_under_every_estimator(estimator: Estimator) -> None:
     theta = torch.tensor([-1e9, -1e9, -math.inf, -1.0, -1.0, math.nan, -1.0])
     gen = torch.tensor([-1.0, -1.0, -1.0, -math.inf, -1.0, -1.0, -1.0])
     case = batch(theta, gen, theta, [1] * 7, [-0.5, 0.5, 0.5, 0.5, 0.5, 0.5, -0.5], [7])

@@ -58,7 +58,7 @@ def test_alone_the_pool_gives_the_own_groups() -> None:
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.2, 1), (0.5, 4), (0.6, 6), (0.75, 12), (1.0, 16)])
-def test_the_foreign_share_is_of_the_whole_step(share, expected) -> None:
+def test_the_foreign_share_is_of_the_whole_step(share: float, expected: int) -> None:
     pool = filled(PoolOptions(foreign_share=share, peer_share=1.0), *(own(i) for i in range(4)), *(foreign("a", i) for i in range(20)))
     drawn = pool.draw(0)
     assert sum(not group.own for group in drawn) == expected
@@ -68,6 +68,7 @@ def test_one_peer_fills_at_most_its_share_but_always_one_place() -> None:
     groups = [*(own(i) for i in range(4)), *(foreign("a", i) for i in range(9))]
     assert len(filled(PoolOptions(peer_share=0.5), *groups).draw(0)) == 4 + 2
     assert len(filled(PoolOptions(peer_share=0.01), *groups).draw(0)) == 4 + 1
+    assert len(filled(PoolOptions(peer_share=0.7), *groups).draw(0)) == 4 + 2  # 2.8 places of 4 are two whole ones
 
 
 def test_foreign_tokens_are_bounded_and_what_does_not_fit_waits() -> None:
@@ -96,7 +97,7 @@ def test_a_replaced_foreign_group_gives_its_tokens_back() -> None:
     peer_share=st.floats(0.05, 1),
     step=st.integers(0, 9),
 )
-def test_a_draw_never_breaks_a_cap(counts, mine, share, per_step, peer_share, step) -> None:
+def test_a_draw_never_breaks_a_cap(counts: dict[str, int], mine: int, share: float, per_step: int, peer_share: float, step: int) -> None:
     options = PoolOptions(foreign_share=share, foreign_per_step=per_step, peer_share=peer_share, max_age_steps=9)
     pool = filled(options, *(own(i) for i in range(mine)), *(foreign(peer, i) for peer, count in counts.items() for i in range(count)))
     drawn = pool.draw(step)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm_node.learning import trainer as trainer_module
 from swarm_node.learning.ftis import Tokens, completion_weights, ftis_loss, keep_mask
-from swarm_node.learning.options import LearningOptions
+from swarm_node.learning.optimiser import Optimiser
+from swarm_node.learning.options import Algorithm, LearningOptions
 from swarm_node.learning.scored import ScoredGroup
 from swarm_node.learning.trainer import OutOfMemory, Trainer
+from swarm_node.policy.logprobs import completion_logprobs
 from tests.support.learning_groups import scored_group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +52,9 @@ def tiny_policy(dtype: torch.dtype = torch.float32, lora: bool = False) -> TinyP
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    return TinyPolicy(LlamaForCausalLM(config).to(dtype), lora)
+    policy = TinyPolicy(LlamaForCausalLM(config), lora)
+    policy.model.to(dtype)
+    return policy
 
 
 def some_groups(step: int = 0) -> list[ScoredGroup]:
@@ -90,13 +95,16 @@ def gradient_of_step(
     options: LearningOptions, groups: Sequence[ScoredGroup], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """What `Trainer.step` hands to the optimiser, before clipping."""
-    policy, seen = tiny_policy(dtype), {}
+    policy = tiny_policy(dtype)
+    seen: dict[str, Tensor] = {}
     clip = nn.utils.clip_grad_norm_
 
-    def spy(parameters, limit):
-        parameters = list(parameters)
-        seen.update({name: parameter.grad.clone() for name, parameter in zip(policy.trainable(), parameters, strict=True)})
-        return clip(parameters, limit)
+    def spy(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        trained = list(parameters)
+        for name, parameter in zip(policy.trainable(), trained, strict=True):
+            assert parameter.grad is not None
+            seen[name] = parameter.grad.clone()
+        return clip(trained, limit)
 
     with monkeypatch.context() as patch:
         patch.setattr(nn.utils, "clip_grad_norm_", spy)
@@ -122,7 +130,9 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("budget", [1, 24, 2048])
 @pytest.mark.parametrize("normalizer", ["all", "kept"])
 @pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo", "dapo"])
-def test_the_gradient_is_the_losss_however_the_batch_is_cut(algorithm, normalizer, budget, monkeypatch) -> None:
+def test_the_gradient_is_the_losss_however_the_batch_is_cut(
+    algorithm: Algorithm, normalizer: Literal["all", "kept"], budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = LearningOptions(algorithm=algorithm, normalizer=normalizer, kl_threshold=0.2, tokens_per_micro_batch=budget)
     groups = some_groups()
     counted = 2 if algorithm == "dapo" else 3  # GRPO's average counts the group without variance
@@ -130,7 +140,7 @@ def test_the_gradient_is_the_losss_however_the_batch_is_cut(algorithm, normalize
     assert_close(gradient_of_step(options, groups, monkeypatch), expected)
 
 
-def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(monkeypatch) -> None:
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gradient_of_step(LearningOptions(), some_groups(), monkeypatch, torch.bfloat16)
     parts = gradient_of_step(LearningOptions(tokens_per_micro_batch=1), some_groups(), monkeypatch, torch.bfloat16)
     for name in whole:
@@ -139,7 +149,7 @@ def test_bfloat16_gradients_of_micro_batches_add_up_in_float32(monkeypatch) -> N
         assert (parts[name] - whole[name]).norm() < 0.05 * whole[name].norm()
 
 
-def test_theta_is_taken_at_each_groups_own_temperature(monkeypatch) -> None:
+def test_theta_is_taken_at_each_groups_own_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LearningOptions()
     hot = [scored_group([1.0, 0.0], temperature=2.0)]
     expected = naive_gradient(tiny_policy(), hot, options, 1)
@@ -149,10 +159,10 @@ def test_theta_is_taken_at_each_groups_own_temperature(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("temperature", [DEFAULT_LIMITS.temperature_min, DEFAULT_LIMITS.temperature])
-def test_the_most_extreme_temperatures_that_peers_may_declare_leave_the_gradient_finite(temperature) -> None:
+def test_the_most_extreme_temperatures_that_peers_may_declare_leave_the_gradient_finite(temperature: float) -> None:
     policy = tiny_policy()
     with torch.no_grad():
-        policy.model.lm_head.weight.mul_(200)  # logits of some tens, as trained models have
+        policy.model.get_parameter("lm_head.weight").mul_(200)  # logits of some tens, as trained models have
     extreme = scored_group([1.0, 0.0], [5, 5], index=1, sender="peer", own=False, temperature=temperature, logprob=-0.1)
     report = Trainer(policy, LearningOptions(filter="none")).step([scored_group([1.0, 0.0]), extreme])
     assert report.stepped
@@ -196,7 +206,9 @@ def test_the_report_counts_what_happened() -> None:
         ([scored_group([1.0, 0.0], finish=Finish.LENGTH)], {"mask_truncated": True}, "no kept token"),
     ],
 )
-def test_without_a_kept_token_nothing_moves_and_the_report_says_why(groups, choices, reason) -> None:
+def test_without_a_kept_token_nothing_moves_and_the_report_says_why(
+    groups: list[ScoredGroup], choices: dict[str, Any], reason: str
+) -> None:
     policy = tiny_policy()
     trainer = Trainer(policy, LearningOptions(**choices))
     before = weights_of(policy)
@@ -214,7 +226,7 @@ def test_a_gradient_that_overflowed_moves_nothing() -> None:
     trainer = Trainer(policy, LearningOptions())
     trainer.step(some_groups(1))
     before = weights_of(policy)
-    hook = policy.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    hook = policy.model.get_parameter("lm_head.weight").register_hook(lambda gradient: gradient * math.inf)
     report = trainer.step(some_groups(2))
     hook.remove()
     assert "overflowed" in report.skipped
@@ -252,6 +264,17 @@ def test_weight_decay_shrinks_matrices_and_leaves_norms_alone() -> None:
     torch.testing.assert_close(difference, 1e-3 * 0.5 * before["lm_head.weight"], rtol=1e-3, atol=1e-7)
 
 
+def test_a_step_moves_every_trainable_weight_norms_and_biases_too() -> None:
+    weights = {name: nn.Parameter(torch.ones(shape)) for name, shape in {"matrix": (2, 3), "norm": (3,), "bias": (2,), "scale": ()}.items()}
+    optimiser = Optimiser(weights, LearningOptions(grad_clip=100.0))
+    for weight in weights.values():
+        weight.grad = torch.full_like(weight, 2.0)
+    optimiser.step(0.25)
+    # Adam's first step is the rate against the sign of the gradient, however large that is.
+    for weight in weights.values():
+        torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.75))
+
+
 def test_inner_steps_compare_with_the_policy_at_the_steps_start() -> None:
     options = LearningOptions(learning_rate=3e-2, warmup_steps=0, inner_steps=3, off_policy="nois", clip_high=0.01, clip_low=0.01)
     trainer = Trainer(tiny_policy(), options)
@@ -265,13 +288,13 @@ def test_inner_steps_compare_with_the_policy_at_the_steps_start() -> None:
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, above: int = 10**9, calls: Sequence[int] = ()) -> list[int]:
     """Log-probs that raise `error` for more than `above` padded tokens and in the given calls; returns the tokens of each call."""
-    real, asked = trainer_module.completion_logprobs, []
+    asked: list[int] = []
 
-    def limited(model, sequences, **settings):
+    def limited(model: nn.Module, sequences: Sequence[tuple[Tensor, Tensor]], **settings: Any) -> list[Tensor]:
         asked.append(len(sequences) * max(len(prompt) + len(completion) for prompt, completion in sequences))
         if asked[-1] > above or len(asked) in calls:
             raise error
-        return real(model, sequences, **settings)
+        return completion_logprobs(model, sequences, **settings)
 
     monkeypatch.setattr(trainer_module, "completion_logprobs", limited)
     return asked
@@ -285,7 +308,9 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, above: int = 
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_when_memory_runs_out_the_step_is_redone_in_smaller_parts_with_the_same_gradient(error, monkeypatch) -> None:
+def test_when_memory_runs_out_the_step_is_redone_in_smaller_parts_with_the_same_gradient(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = gradient_of_step(LearningOptions(), some_groups(), monkeypatch)
     # Prompt and completion together are 12, 10, 7, 5 and 4 tokens: tried are 5 x 12, then 2 x 12, then 1 x 12.
     asked = fail(monkeypatch, error, above=23)
@@ -299,7 +324,7 @@ def test_when_memory_runs_out_the_step_is_redone_in_smaller_parts_with_the_same_
     assert max(asked) <= 23
 
 
-def test_a_gradient_that_was_half_accumulated_when_memory_ran_out_does_not_count(monkeypatch) -> None:
+def test_a_gradient_that_was_half_accumulated_when_memory_ran_out_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LearningOptions(tokens_per_micro_batch=24)
     expected = gradient_of_step(options, some_groups(), monkeypatch)
     asked = fail(monkeypatch, MemoryError(), calls=[2])
@@ -308,7 +333,7 @@ def test_a_gradient_that_was_half_accumulated_when_memory_ran_out_does_not_count
 
 
 @pytest.mark.parametrize("inner_steps", [1, 2])
-def test_a_foreign_completion_that_does_not_fit_costs_its_group_and_not_the_node(inner_steps, monkeypatch) -> None:
+def test_a_foreign_completion_that_does_not_fit_costs_its_group_and_not_the_node(inner_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LearningOptions(inner_steps=inner_steps, learning_rate=1e-3, warmup_steps=0)
     mine = some_groups()[0]  # at most 10 tokens with the prompt
     giant = scored_group([1.0, 0.0], [2, 30], index=7, sender="peer", own=False, logprob=-2.5)
@@ -322,7 +347,7 @@ def test_a_foreign_completion_that_does_not_fit_costs_its_group_and_not_the_node
     assert_close(weights_of(beside), weights_of(alone))
 
 
-def test_memory_that_runs_out_in_a_later_inner_step_costs_the_foreign_group_as_well(monkeypatch) -> None:
+def test_memory_that_runs_out_in_a_later_inner_step_costs_the_foreign_group_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(tiny_policy(), LearningOptions(inner_steps=2, tokens_per_micro_batch=1))
     asked = fail(monkeypatch, MemoryError(), calls=[6])
     report = trainer.step(some_groups())  # 5 completions, the longest foreign
@@ -331,7 +356,7 @@ def test_memory_that_runs_out_in_a_later_inner_step_costs_the_foreign_group_as_w
     assert asked[5:] == [12, 10, 7, 5]
 
 
-def test_a_step_of_foreign_groups_that_do_not_fit_is_skipped_and_the_next_one_taken(monkeypatch) -> None:
+def test_a_step_of_foreign_groups_that_do_not_fit_is_skipped_and_the_next_one_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny_policy()
     trainer, before = Trainer(policy, LearningOptions()), weights_of(policy)
     fail(monkeypatch, MemoryError(), above=20)
@@ -343,21 +368,21 @@ def test_a_step_of_foreign_groups_that_do_not_fit_is_skipped_and_the_next_one_ta
     assert trainer.step(some_groups(1)).stepped
 
 
-def test_when_one_own_completion_does_not_fit_the_error_says_what_to_do(monkeypatch) -> None:
+def test_when_one_own_completion_does_not_fit_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(tiny_policy(), LearningOptions())
     fail(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), above=5)
     with pytest.raises(OutOfMemory, match=r"one completion of 10 tokens.*lower max_new_tokens"):
         trainer.step(some_groups())  # after the foreign group, which has one of 12
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch) -> None:
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, RuntimeError("shapes do not match"), above=0)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         Trainer(tiny_policy(), LearningOptions()).step(some_groups())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_ends_in_the_same_bits(dtype) -> None:
+def test_a_resumed_run_ends_in_the_same_bits(dtype: torch.dtype) -> None:
     options = LearningOptions(learning_rate=1e-3, warmup_steps=3, weight_decay=0.01)
     whole = tiny_policy(dtype)
     unbroken = Trainer(whole, options)

@@ -18,6 +18,11 @@ def test_the_inbox_drops_the_oldest_and_counts_them() -> None:
     assert len(inbox.drain()) == 2
     inbox.put(Received("peer", bytes(5000)))  # larger than everything, and alone: still delivered
     assert len(inbox.drain()) == 1
+    dropped = inbox.dropped
+    for _ in range(2):  # what was drained takes no room
+        inbox.put(Received("peer", bytes(400)))
+    assert len(inbox.drain()) == 2
+    assert inbox.dropped == dropped
 
 
 def test_of_a_flood_only_the_newest_are_judged_and_every_sender_gets_its_turn() -> None:

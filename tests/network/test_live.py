@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,13 +16,15 @@ import psutil
 import pytest
 from swarm_protocols.limits import DEFAULT_LIMITS
 
-from swarm_node.network.addresses import Address, free_addresses
+from swarm_node.network import addresses
+from swarm_node.network.addresses import Address, ListenError, check_free, free_addresses
 from swarm_node.network.gossip import Received
 from swarm_node.network.identity import load_or_create
 from swarm_node.network.libp2p.peers_file import read_peers
 from swarm_node.network.live import Libp2pGossip, Totals
 from swarm_node.network.swarm_id import swarm_id
-from tests.support.live_network import SWARM, await_bodies, await_condition, await_peers, exchange, listening, loopback, make_body, node
+from tests.support.live_network import SWARM, await_bodies, await_peers, exchange, listening, loopback, make_body, node
+from tests.support.waiting import await_condition
 
 Pair = tuple[Libp2pGossip, Libp2pGossip]
 
@@ -80,8 +83,9 @@ def test_the_report_names_what_others_dial(pair: Pair) -> None:
     assert "/tcp/0/" not in address
 
 
-def test_the_main_process_imports_neither_libp2p_nor_hivemind() -> None:
-    program = "import sys, swarm_node.network.live; print([m for m in ('libp2p', 'hivemind', 'torch', 'trio') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["live", "simulated.network"])
+def test_the_main_process_imports_neither_libp2p_nor_hivemind(module: str) -> None:
+    program = f"import sys, swarm_node.network.{module}; print([m for m in ('libp2p', 'hivemind', 'torch', 'trio') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
@@ -148,9 +152,9 @@ def test_a_swarm_that_began_around_one_node_survives_it(tmp_path: Path) -> None:
             spokes = [stack.enter_context(node(tmp_path / name, peers=listening(hub), remember=False)) for name in ("dan", "eve")]
             await_peers(hub, *spokes)
             await_peers(spokes[0], spokes[1])  # each heard of the other from the hub
-        exchange(*spokes)
+        exchange(spokes[0], spokes[1])
         await_condition(lambda: spokes[0].report().peer_ids == (spokes[1].peer_id,), "the hub is gone")
-        exchange(*spokes)
+        exchange(spokes[0], spokes[1])
 
 
 def test_nodes_of_another_swarm_never_exchange(pair: Pair, tmp_path: Path) -> None:
@@ -180,6 +184,53 @@ def test_a_taken_port_is_replaced_and_said_so() -> None:
     assert free_addresses([Address("ip4", "127.0.0.1", port)]) == ([Address("ip4", "127.0.0.1", port)], ())
 
 
+def test_addresses_that_were_asked_for_are_had_together_or_an_error_names_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "PATIENCE_S", 0.0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"/tcp/{port}: process {os.getpid()} \(.+\) holds port {port}\. Stop it"):
+            check_free([Address("ip4", "127.0.0.1", 0), Address("ip4", "127.0.0.1", port)])
+        for family in ("ip4", "ip6"):  # another family, or another address: not taken
+            host = {"ip4": "127.0.0.2", "ip6": "::1"}[family]
+            check_free([Address(family, host, port)])
+    twice = Address("ip4", "127.0.0.1", port)
+    check_free([twice])
+    with pytest.raises(ListenError, match=f"holds port {port}"):
+        check_free([twice, twice])
+    with pytest.raises(ListenError, match=r"192\.0\.2\.77/tcp/0: Cannot assign .*Give an address of this machine"):
+        check_free([Address("ip4", "192.0.2.77", 0)])
+
+
+def test_a_port_that_becomes_free_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        taken.close()
+
+    monkeypatch.setattr(time, "sleep", wait)
+    check_free([Address("ip4", "127.0.0.1", taken.getsockname()[1])])
+    assert len(waits) == 1
+
+
+def test_a_host_that_was_told_where_to_listen_listens_nowhere_else(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with node(tmp_path, listen=(f"/ip4/127.0.0.1/tcp/{port}",)) as alone:
+            await_condition(lambda: "cannot listen on" in alone.report().trouble, "the trouble says what cannot be had")
+            assert f"/ip4/127.0.0.1/tcp/{port}" in alone.report().trouble
+            assert alone.report().addresses == ()
+            taken.close()
+            assert str(port) in listening(alone)[0]
+
+
 def test_a_killed_network_process_comes_back_and_delivers(pair: Pair) -> None:
     alice, bob = pair
     exchange(alice, bob)
@@ -207,6 +258,10 @@ def test_counts_go_on_over_restarts_of_the_process_that_counts() -> None:
     assert current["published"] == 6
     assert current["rejections"] == {"stale": 3, "replay": 1}
     assert current["received"] == 0
+    totals.begin()
+    totals.begin()  # a process that ended before it told anything
+    assert totals.current()["published"] == 6
+    assert totals.current()["rejections"] == {"stale": 3, "replay": 1}
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
@@ -214,7 +269,8 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from tests.support.live_network import await_condition, loopback, RULES, SWARM, listening
+from tests.support.live_network import loopback, RULES, SWARM, listening
+from tests.support.waiting import await_condition
 from swarm_node.network.live import Libp2pGossip, Totals
 options = loopback(directory=True, directory_listen="/ip4/127.0.0.1/tcp/0")
 gossip = Libp2pGossip.start(options, Path({str(tmp_path / "home")!r}), SWARM, RULES)

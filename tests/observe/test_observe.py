@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from swarm_node.observe.metrics import EvalRow, EventRow, Increments, Metrics, MetricsWriter, StepRow, decode_row, encode_row, read_metrics
 from swarm_node.observe.status import Snapshot, State, Status
+from swarm_node.observe.status_file import StatusError, StatusFile, read_status
 from swarm_node.observe.stepline import step_line
 from swarm_node.observe.summary import summarise
+from tests.support.waiting import HANG_S
 
 
 def row(step: int, **values: object) -> StepRow:
@@ -74,6 +80,46 @@ def test_no_reader_sees_half_a_change() -> None:
     assert torn == []
 
 
+def test_a_change_made_while_another_is_made_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads enter states at once. The second comes while the first stands between what it read and what it writes."""
+    second_has_moved, lock = threading.Event(), threading.Lock
+
+    class Announcing:
+        """A lock that says when somebody waits for it."""
+
+        def __init__(self) -> None:
+            self._lock = lock()
+
+        def __enter__(self) -> None:
+            if not self._lock.acquire(blocking=False):
+                second_has_moved.set()
+                self._lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self._lock.release()
+
+    def enter() -> None:
+        assert status is not None
+        status.enter(State.CHECKPOINTING, step=7)
+        second_has_moved.set()
+
+    second = threading.Thread(target=enter)
+
+    def clock() -> float:
+        if second.ident is None and status is not None:
+            second.start()
+            assert second_has_moved.wait(HANG_S)
+        return 1.0
+
+    status: Status | None = None
+    monkeypatch.setattr(threading, "Lock", Announcing)
+    status = Status(clock)
+    monkeypatch.undo()
+    status.enter(State.LEARNING)
+    second.join()
+    assert status.snapshot() == Snapshot(State.CHECKPOINTING, 1.0, "", 7)
+
+
 # -- metrics --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -93,6 +139,26 @@ def test_rows_survive_the_file_and_what_was_not_measured_stays_so() -> None:
     assert again.accuracy == 0.5
 
 
+def test_a_step_s_row_that_lacks_a_value_or_has_it_twice_is_an_error() -> None:
+    own: dict[str, Any] = {item.name: 0 for item in dataclasses.fields(StepRow) if not item.metadata}
+    reports: dict[str, object] = {item.metadata["source"].partition(".")[0]: None for item in dataclasses.fields(StepRow) if item.metadata}
+    assert StepRow.gather(reports, **own) == StepRow(**own)
+    with pytest.raises(TypeError, match="needs pool_groups, seconds"):
+        StepRow.gather(reports, **{name: value for name, value in own.items() if name not in ("seconds", "pool_groups")})
+    network = SimpleNamespace(peers=3, trouble="no peers yet", groups_sent=9)
+    row = StepRow.gather({**reports, "network": network}, **own)
+    assert (row.peers, row.waiting_for, row.groups_sent) == (3, "no peers yet", 0)
+    with pytest.raises(TypeError, match="peers"):
+        StepRow.gather({**reports, "network": network}, **own, peers=1)
+    with pytest.raises(TypeError, match="colour"):
+        StepRow.gather(reports, **own, colour=1)
+    with pytest.raises(AttributeError, match="trouble"):
+        StepRow.gather({**reports, "network": SimpleNamespace(peers=3)}, **own)
+    del reports["network"]
+    with pytest.raises(KeyError, match="network"):
+        StepRow.gather(reports, **own)
+
+
 def test_a_line_is_plain_json_with_its_kind_first() -> None:
     line = encode_row(row(1, reward_mean=np.float32(0.5), length_max=np.int64(7)))
     assert line.startswith('{"kind":"step","step":1,')
@@ -108,6 +174,29 @@ def test_fields_and_kinds_of_newer_versions_are_ignored() -> None:
     assert decode_row('{"kind":"dream","step":1,"time":2.0}') is None
     assert decode_row('{"kind":"step"}') is None
     assert decode_row("[]") is None
+    assert decode_row('{"kind":"step","step":"many","time":2.0}') is None
+    assert decode_row('{"kind":"step","step":null,"time":2.0}') is None
+    assert decode_row('{"kind":"step","step":1,"time":2.0,"rejections":[1]}') is None
+    assert decode_row('{"kind":["step"],"step":1,"time":2.0}') is None
+    assert decode_row("[" * 100_000) is None
+    for number in ('"1"', "1" * 19, "1" * 5000, "NaN", "1e999", "1.5"):
+        assert decode_row(f'{{"kind":"step","step":1,"time":2.0,"length_max":{number}}}') is None, number
+    for number in ("NaN", "Infinity", "-1e999", "null"):
+        found = decode_row(f'{{"kind":"step","step":1,"time":2.0,"loss":{number}}}')
+        assert isinstance(found, StepRow)
+        assert math.isnan(found.loss)
+
+
+def test_lines_that_cannot_be_read_are_passed_over_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [encode_row(row(1)).encode(), b"\xff\x00\xfe", b'{"kind":"step","step":2', b"", encode_row(row(3)).encode(), b'["a", "list"]']
+    path.write_bytes(b"\n".join(lines))
+    found = read_metrics(path)
+    assert [step.step for step in found.steps] == [1, 3]
+    assert found.skipped == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: lines that cannot be read are passed over: 3, the first is line 2"
+    ]
 
 
 def test_every_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -160,9 +249,9 @@ def test_steps_taken_again_after_a_resume_replace_the_ones_that_were_lost(tmp_pa
 
 def test_increments_turn_totals_into_counts_since_the_last_row() -> None:
     increments = Increments()
-    assert increments.of({"stale": 2, "replay": 0}) == {"stale": 2}
+    assert increments.of({"stale": 2, "replay": 0}) == {"stale": 2, "replay": 0}
     assert increments.of({"stale": 5, "replay": 1}) == {"stale": 3, "replay": 1}
-    assert increments.of({"stale": 5, "replay": 1}) == {}
+    assert increments.of({"stale": 5, "replay": 1}) == {"stale": 0, "replay": 0}
     assert increments.of({"stale": 1}) == {"stale": 1}, "a total that fell started again from 0"
 
 
@@ -263,6 +352,54 @@ def test_a_full_disk_costs_rows_and_never_the_run() -> None:
     writer.write(EventRow(step=1, time=0.0, name="start"))
     writer.write(EventRow(step=2, time=0.0, name="stop"))
     assert writer.lost == 2
+
+
+def test_a_row_of_which_the_disk_took_a_part_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(row(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))  # of the next row, ten bytes fit
+    try:
+        writer.write(row(2))
+        writer.write(row(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(row(4))
+    writer.close()
+    assert writer.lost == 2
+    found = read_metrics(path)
+    assert ([step.step for step in found.steps], found.skipped) == ([1, 4], 1)
+
+
+def test_a_name_that_is_not_utf_8_comes_back(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write(EventRow(step=0, time=0.0, name="start", data={"node": name}))
+    writer.close()
+    assert read_metrics(tmp_path / "metrics.jsonl").facts() == {"node": name}
+
+
+def test_a_status_that_cannot_be_described_or_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    described = threading.Semaphore(0)
+
+    def describe() -> dict[str, object]:
+        described.release()
+        if len(caplog.records) < 1:
+            raise KeyError("a bug")
+        return {"state": "learning"}
+
+    status = StatusFile(tmp_path, describe, interval=0.001)
+    for _ in range(3):
+        assert described.acquire(timeout=HANG_S)
+    status.close()
+    assert read_status(tmp_path) == {"state": "learning"}
+    assert "status.json cannot be written: KeyError('a bug')" in caplog.text
+    (tmp_path / "status.json").unlink()
+    (tmp_path / "status.json").mkdir()
+    StatusFile(tmp_path, describe).close()
+    with pytest.raises(StatusError, match=r"status\.json cannot be read: Is a directory"):
+        read_status(tmp_path)
 
 
 def test_a_writer_says_whether_there_were_rows_before(tmp_path: Path) -> None:

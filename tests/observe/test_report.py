@@ -6,11 +6,13 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarm_node.observe.metrics import EvalRow, EventRow, MetricsWriter, StepRow
-from swarm_node.observe.report import PLOTS, ReportError, build_report, find_runs, read_runs, trailing_mean
+from swarm_node.observe.page import ReportError
+from swarm_node.observe.report import PLOTS, build_report, find_runs, read_runs, trailing_mean
 
 
 def write_run(folder: Path, name: str, rewards: list[float]) -> Path:
@@ -18,7 +20,7 @@ def write_run(folder: Path, name: str, rewards: list[float]) -> Path:
     folder.mkdir(parents=True)
     writer = MetricsWriter(folder / "metrics.jsonl")
     writer.write(EventRow(step=0, time=0.0, name="start", data={"node": name, "model": "tiny-s <full>"}))
-    evaluation = {"task": "chain-sum", "split": "eval", "problems": 50, "samples": 2, "standard_error": 0.03}
+    evaluation: dict[str, Any] = {"task": "chain-sum", "split": "eval", "problems": 50, "samples": 2, "standard_error": 0.03}
     writer.write(EvalRow(step=0, time=0.0, accuracy=0.25, **evaluation))
     for step, reward in enumerate(rewards, start=1):
         writer.write(StepRow(step=step, time=float(step), reward_mean=reward, group_size=8, sagc_lambda=0.5, rejections={"stale": 1}))

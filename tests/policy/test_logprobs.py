@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from swarm_kernels.logprob import CHUNK
@@ -26,7 +28,7 @@ def sequences(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 def naive(model: nn.Module, prompt: Tensor, completion: Tensor, temperature: float) -> Tensor:
     """One sequence alone, whole logits, full log-softmax."""
-    logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0].float() / temperature
+    logits: Tensor = model(input_ids=torch.cat([prompt, completion])[None]).logits[0].float() / temperature
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, completion[:, None])[:, 0]
 
 
@@ -56,9 +58,9 @@ def test_gradients_equal_those_of_the_naive_loss(lora: bool) -> None:
                     parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     weights = [torch.randn(t, generator=torch.Generator().manual_seed(t)) for _, t in LENGTHS]
     together = completion_logprobs(model, sequences(), temperature=TEMPERATURES)
-    found = gradients(model, sum((w * part).sum() for w, part in zip(weights, together, strict=True)))
+    found = gradients(model, sum(((w * part).sum() for w, part in zip(weights, together, strict=True)), torch.zeros(())))
     alone = [naive(model, p, c, temperature) for (p, c), temperature in zip(sequences(), TEMPERATURES, strict=True)]
-    expected = gradients(model, sum((w * part).sum() for w, part in zip(weights, alone, strict=True)))
+    expected = gradients(model, sum(((w * part).sum() for w, part in zip(weights, alone, strict=True)), torch.zeros(())))
     assert found.keys() == expected.keys()
     assert len(found) == (28 if lora else 21)
     for name, gradient in expected.items():
@@ -69,10 +71,10 @@ class Widths(TorchDispatchMode):
     """The widest matrix of one row a completion token that any operation makes, forward or backward."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.widest = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dim() == 2 and out.shape[0] == sum(t for _, t in LENGTHS):
             self.widest = max(self.widest, out.shape[1])
@@ -83,7 +85,7 @@ def test_the_logits_of_the_whole_vocabulary_never_exist_at_once() -> None:
     model = random_model(vocabulary=2 * CHUNK + 100)
     with Widths() as widths:
         found = completion_logprobs(model, sequences())
-        sum(part.sum() for part in found).backward()
+        torch.cat(found).sum().backward()
     assert widths.widest == CHUNK
     for (prompt, completion), logprobs in zip(sequences(), found, strict=True):
         torch.testing.assert_close(logprobs, naive(model, prompt, completion, 1.0), rtol=0, atol=1e-5)
@@ -127,7 +129,7 @@ def test_no_sequences_have_no_log_probs() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2: capped logits", "granite: scaled logits"])
 def test_families_that_change_their_logits_after_the_head_are_followed(family: str) -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
     torch.manual_seed(0)
     if family.startswith("gemma2"):

@@ -13,12 +13,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from swarm_node.checkpoint import Checkpoint, load_latest, save_checkpoint
 from swarm_node.learning.optimiser import Optimiser
@@ -32,16 +33,19 @@ from tests.support.policies import character_tokenizer, family_model, random_mod
 
 MIB = 2**20
 IDS = torch.tensor([[5, 6, 7, 8]])
+M = TypeVar("M", bound=nn.Module)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these pages")
 
 
-def large_model(**changes: object) -> nn.Module:
+def large_model(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
     """14 MB of float32, its head tied to its embedding."""
     changes = {"hidden_size": 512, "intermediate_size": 1024, "tie_word_embeddings": True} | changes
-    return family_model("llama", layers=2, **changes)
+    model = family_model("llama", layers=2, **changes)
+    assert isinstance(model, LlamaForCausalLM)
+    return nn.Module.to(model, dtype)
 
 
-def moved(model: nn.Module) -> nn.Module:
+def moved(model: M) -> M:
     move_to_huge_pages(model)
     return model
 
@@ -97,7 +101,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[mmap.mmap]]:
 @linux
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_parameter_moves_and_none_changes(dtype: torch.dtype) -> None:
-    model = large_model().to(dtype)
+    model = large_model(dtype)
     next(model.parameters()).requires_grad_(False)
     with torch.no_grad():
         next(model.parameters())[0, :3] = torch.tensor([float("nan"), -0.0, 1e-40])
@@ -133,11 +137,9 @@ def test_they_start_on_a_large_page_wherever_the_kernel_puts_the_buffer(monkeypa
     monkeypatch.setattr(memory, "_PAGE", 64 * MIB)  # new kernels align to 2 MiB by themselves, and to 64 MiB by chance alone
     models = []
     for value in range(3):
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.full((64, MIB // 4), float(value)))
-        models.append(moved(model))
-    assert all(model.weight.data_ptr() % (64 * MIB) == 0 for model in models)
-    assert all(bool((model.weight == value).all()) for value, model in enumerate(models))
+        models.append(moved(nn.ParameterList([torch.full((64, MIB // 4), float(value))])))
+    assert all(model[0].data_ptr() % (64 * MIB) == 0 for model in models)
+    assert all(bool((model[0] == value).all()) for value, model in enumerate(models))
 
 
 @linux
@@ -173,16 +175,17 @@ def test_a_tied_head_stays_tied() -> None:
 
 @linux
 def test_views_of_one_storage_stay_where_they_are_and_the_rest_moves() -> None:
-    model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3))
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(3)]
+    model = nn.ModuleList(layers)
     packed = torch.zeros(2, 1024, 1024)
-    model[0].weight.data, model[1].weight.data = packed[0], packed[1]
-    model.register_buffer("kept", model[2].weight.data)
+    layers[0].weight.data, layers[1].weight.data = packed[0], packed[1]
+    model.register_buffer("kept", layers[2].weight.data)
     model.append(nn.Linear(1024, 1024))
     old = addresses(model)
     move_to_huge_pages(model)
     assert [new == before for new, before in zip(addresses(model), old, strict=True)] == [True, True, True, False, False]
     packed += 1
-    assert bool((model[1].weight == 1).all())
+    assert bool((layers[1].weight == 1).all())
 
 
 @linux
@@ -218,10 +221,10 @@ def test_a_model_on_another_device_stays_where_it_is() -> None:
 @pytest.mark.parametrize("lacking", ["another system", "no huge pages", "no memory"])
 def test_without_such_memory_a_model_stays_where_it_is(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     class Refusing(mmap.mmap):
-        def __new__(cls, *arguments: object, **named: object) -> Refusing:
+        def __new__(cls, *arguments: Any, **named: Any) -> Refusing:
             if lacking == "no memory":
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            return super().__new__(cls, *arguments, **named)  # type: ignore[call-overload]
+            return super().__new__(cls, *arguments, **named)
 
         def madvise(self, *arguments: object) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -230,9 +233,9 @@ def test_without_such_memory_a_model_stays_where_it_is(monkeypatch: pytest.Monke
     old = addresses(model)
     with monkeypatch.context() as patch:
         if lacking == "another system":
-            patch.setattr(memory.sys, "platform", "darwin")
+            patch.setattr(sys, "platform", "darwin")
         else:
-            patch.setattr(memory.mmap, "mmap", Refusing)
+            patch.setattr(mmap, "mmap", Refusing)
         move_to_huge_pages(model)
     assert addresses(model) == old
 
@@ -270,7 +273,7 @@ def test_memory_grows_by_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None
 
 @linux
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
-def test_a_copy_is_equal_and_independent(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_is_equal_and_independent(duplicate: Callable[[LlamaForCausalLM], LlamaForCausalLM]) -> None:
     model = moved(large_model())
     other = duplicate(model)
     assert other.lm_head.weight is other.model.embed_tokens.weight
@@ -305,7 +308,7 @@ def test_a_saved_model_is_the_same_model(tmp_path: Path) -> None:
 @linux
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_and_resuming_go_as_in_plain_memory(tmp_path: Path, dtype: torch.dtype, one_thread: None) -> None:
-    plain = large_model().to(dtype)
+    plain = large_model(dtype)
     large = moved(copy.deepcopy(plain))
     places = addresses(large)
     weights = []
@@ -318,12 +321,12 @@ def test_training_and_resuming_go_as_in_plain_memory(tmp_path: Path, dtype: torc
             optimiser.step(1e-3)
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*weights, strict=True))
-    assert not torch.equal(weights[1][0], large_model().to(dtype).model.embed_tokens.weight), "something was learned"
+    assert not torch.equal(weights[1][0], large_model(dtype).model.embed_tokens.weight), "something was learned"
     assert addresses(large) == places
 
     saved = {name: parameter.detach() for name, parameter in policy.trainable().items()}
     save_checkpoint(tmp_path, Checkpoint(step=2, weights=saved, optimiser=optimiser.state_dict(), state={}))
-    resumed = random_policy(model=moved(large_model().to(dtype)))
+    resumed = random_policy(model=moved(large_model(dtype)))
     places = addresses(resumed.model)
     checkpoint = load_latest(tmp_path)
     assert checkpoint is not None

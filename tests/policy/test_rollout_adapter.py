@@ -38,7 +38,8 @@ def randomise(adapter: RolloutAdapter, std: float = 0.1) -> RolloutAdapter:
 
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS).logits
+    found: Tensor = model(input_ids=IDS).logits
+    return found
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -41,7 +41,7 @@ def take_apart(body: bytes) -> tuple[list[Any], list[bytes]]:
 
 
 def put_together(fields: list[Any], columns: list[bytes], version: int = BODY_VERSION) -> bytes:
-    header = msgpack.packb(fields)
+    header: bytes = msgpack.packb(fields)
     return bytes([version]) + len(header).to_bytes(2, "little") + header + b"".join(columns)
 
 
@@ -133,7 +133,10 @@ def test_float16_errs_at_most_half_a_percent_of_a_ratio_above_minus_eight() -> N
         ({"sequence": -1}, "sequence is -1"),
         ({"model": "x" * 129}, "model has 129 bytes, limit 128"),
         ({"group_size": 3}, "completions is 4"),
-        ({"completions": (Completion(np.arange(3), np.zeros(2, np.float32), Finish.STOP),) * 2}, "3 tokens and 2 log-probs"),
+        (
+            {"completions": (Completion(np.ones(3, np.int32), np.zeros(2, np.float32), Finish.STOP),) * 2},
+            "3 tokens and 2 log-probs",
+        ),
         ({"completions": (Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), Finish.STOP),) * 2}, "0 tokens"),
         ({"completions": (Completion(np.array([-1]), np.zeros(1, np.float32), Finish.STOP),) * 2}, "token ids span -1..-1"),
         ({"completions": (Completion(np.array([1]), np.array([np.nan], np.float32), Finish.STOP),) * 2}, "finite"),
@@ -170,6 +173,7 @@ def test_a_broken_frame_is_refused(change: Callable[[bytes], bytes], reason: Rea
     [
         (0, b"chain-sum:2", Reason.BAD_SCHEMA),
         (0, "x" * 129, Reason.TOO_LARGE),
+        (0, "é" * 65, Reason.TOO_LARGE),
         (0, "chain\x1b[2Jsum", Reason.BAD_SCHEMA),
         (1, -1, Reason.BAD_SCHEMA),
         (1, 2**63, Reason.BAD_SCHEMA),

@@ -22,7 +22,7 @@ from swarm_protocols.messages import (
 from swarm_protocols.reject import Reason, Rejected
 
 DIGEST = bytes(range(32))
-MESSAGES = [
+MESSAGES: list[Message] = [
     GroupMessage(b"body"),
     Announcement(DIGEST, 300_000, 8, 90_000, "tiny-s at step 3"),
     Hello(7, "tiny-s", ("chain-sum:2", "gsm8k")),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from swarm_protocols.codec import decode_group, digest, encode_group
+from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.messages import decode_message
 from swarm_protocols.reject import Rejected
 
@@ -17,7 +18,8 @@ PROTOCOLS = Path(__file__).parents[2] / "protocols"
 
 
 def load(name: str) -> list[dict[str, Any]]:
-    return json.loads((PROTOCOLS / "vectors" / f"{name}.json").read_text(encoding="utf-8"))
+    vectors: list[dict[str, Any]] = json.loads((PROTOCOLS / "vectors" / f"{name}.json").read_text(encoding="utf-8"))
+    return vectors
 
 
 @pytest.mark.parametrize("vector", load("groups"), ids=lambda vector: vector["name"])
@@ -68,3 +70,14 @@ def test_the_specifications_example_is_the_first_vector() -> None:
     assert bytes.fromhex("".join(row for _, row in rows)) == body
     starts = np.cumsum([0, *(len(bytes.fromhex(row)) for _, row in rows)])
     assert [int(start) for start, _ in rows] == starts[:-1].tolist()
+
+
+def test_the_specification_names_the_limits_that_are_kept() -> None:
+    text = (PROTOCOLS / "SPEC.md").read_text(encoding="utf-8")
+    limits = DEFAULT_LIMITS
+    for sentence in (
+        f"| `group` | body (bytes, at most {limits.inline_bytes:,}) |",
+        f"A body above {limits.inline_bytes:,} bytes is announced",
+        f"at most {limits.tokens:,} |",
+    ):
+        assert sentence in text, sentence

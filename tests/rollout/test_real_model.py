@@ -43,7 +43,9 @@ def test_the_real_model_is_pulled_and_answers(tmp_path: Path, monkeypatch: pytes
     assert policy.stop_ids == {2}
     assert policy.tokenizer.decode([2]) == "<|im_end|>"
     prompt = policy.encode_prompt("What is the capital of France?")
-    assert policy.tokenizer.decode(prompt).endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    assert str(policy.tokenizer.decode(prompt)).endswith(
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
     engine = ReferenceEngine(policy, RolloutOptions())
     # Which of the eight say so depends on how the processor rounds.
     rollout = engine.generate([GroupRequest(prompt, 8, 0)], seed=0, temperature=0.3, max_new_tokens=30)

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from swarm_kernels.naive.sampling import draw
 from swarm_protocols.group import Completion, Finish
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from swarm_node.policy.growing_cache import growing_cache
+from swarm_node.policy.growing_cache import GrowingLayer, growing_cache
 from swarm_node.policy.logprobs import completion_logprobs
 from swarm_node.policy.parts import cache_argument
 from swarm_node.policy.policy import Policy
@@ -20,7 +21,7 @@ from swarm_node.rollout.engine import GroupRequest, Rollout
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.reference import ReferenceEngine
-from tests.support.policies import random_policy
+from tests.support.policies import random_model, random_policy
 
 
 def request(length: int, size: int, key: int) -> GroupRequest:
@@ -109,7 +110,9 @@ def test_a_larger_group_begins_with_the_smaller_one() -> None:
 def test_prompts_are_computed_once_for_all_their_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_policy()
     shapes: list[tuple[int, ...]] = []
-    policy.model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
+    policy.model.get_submodule("model.embed_tokens").register_forward_hook(
+        lambda module, inputs, output: shapes.append(tuple(inputs[0].shape))
+    )
     generate(policy)
     assert shapes[0] == (3, 17), "three prompts, padded to the longest"
     assert all(length == 1 for _, length in shapes[1:])
@@ -119,7 +122,7 @@ def test_prompts_are_computed_once_for_all_their_completions(monkeypatch: pytest
 def test_finished_completions_leave_the_batch_once_they_are_a_quarter_of_it() -> None:
     policy = random_policy(stop_ids=frozenset(range(2, 12)))
     rows: list[int] = []
-    policy.model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[0]))
+    policy.model.get_submodule("model.embed_tokens").register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[0]))
     rollout = generate(policy, [request(5, 64, 1)], max_new_tokens=60)
     assert rows[1] > rows[-1], "the batch shrinks"
     assert rows[1:] == sorted(rows[1:], reverse=True)
@@ -218,7 +221,7 @@ def test_what_cannot_be_sampled_is_refused(asked: GroupRequest, message: str) ->
 
 
 def test_the_growing_cache_holds_what_the_model_s_own_cache_would() -> None:
-    model = random_policy().model
+    model = random_model()
     own, growing = DynamicCache(config=model.config), growing_cache(model.config)
     ids = torch.randint(0, 64, (3, 90), generator=torch.Generator().manual_seed(0))
     rows = torch.tensor([2, 0, 0, 1])
@@ -230,6 +233,10 @@ def test_the_growing_cache_holds_what_the_model_s_own_cache_would() -> None:
                 model(input_ids=ids[rows, position : position + 1], **{cache_argument(model): cache})
     assert growing.get_seq_length() == 90
     for left, right in zip(own.layers, growing.layers, strict=True):
+        assert isinstance(left, DynamicLayer)
+        assert isinstance(right, GrowingLayer)
+        assert left.keys is not None
+        assert right.keys is not None
         assert left.keys.shape == right.keys.shape == (4, 2, 90, 12)
         torch.testing.assert_close(left.keys, right.keys, rtol=0, atol=1e-5)
         torch.testing.assert_close(left.values, right.values, rtol=0, atol=1e-5)

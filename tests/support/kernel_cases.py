@@ -23,7 +23,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return self.query.shape[2] ** -0.5
+        return float(self.query.shape[2] ** -0.5)
 
     def attention(self, **changes: Any) -> Attention:
         return replace(Attention(self.query, self.table, self.lengths, self.scale), **changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,22 +19,13 @@ from swarm_node.network.live import Libp2pGossip
 from swarm_node.network.options import NetworkOptions
 from swarm_node.network.swarm_id import swarm_id
 from swarm_node.tasks.assignment import assigned_index
+from tests.support.waiting import await_condition
 
 TASK, TASK_SEED = "chain-sum", 7
 SWARM = swarm_id("test", TASK, "0" * 16)
 RULES = AdmissionRules((TASK,), TASK_SEED)
-LIMIT_S = 60.0
-"""For conditions that hold within a second or two on an idle machine."""
 
 _sequence = itertools.count(time.time_ns())
-
-
-def await_condition(condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-    """Return as soon as the condition holds; fail, naming it, when it does not within the limit."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what}"
-        time.sleep(0.02)
 
 
 def make_body(sender: str, tokens: int = 40, seed: int = 0, step: int = 0) -> bytes:
@@ -52,7 +43,7 @@ def make_body(sender: str, tokens: int = 40, seed: int = 0, step: int = 0) -> by
 
 def loopback(**options: object) -> NetworkOptions:
     """Options of a node that listens on loopback, on any port, without a directory unless asked for."""
-    return NetworkOptions(**{"listen": ("/ip4/127.0.0.1/tcp/0",), "directory": False, "redial_max_s": 1.0, **options})  # type: ignore[arg-type]
+    return NetworkOptions(**{"listen": ("/ip4/127.0.0.1/tcp/0",), "directory": False, "redial_max_s": 1.0, **options})
 
 
 @contextmanager
@@ -77,7 +68,7 @@ def await_peers(gossip: Libp2pGossip, *others: Libp2pGossip) -> None:
     await_condition(lambda: wanted <= set(gossip.report().peer_ids), f"connected to {len(wanted)} peers: {gossip.report().trouble}")
 
 
-def await_bodies(gossip: Libp2pGossip, count: int, limit_s: float = LIMIT_S) -> list[Received]:
+def await_bodies(gossip: Libp2pGossip, count: int) -> list[Received]:
     """The next so many bodies that the node receives."""
     received: list[Received] = []
 
@@ -85,7 +76,7 @@ def await_bodies(gossip: Libp2pGossip, count: int, limit_s: float = LIMIT_S) -> 
         received.extend(gossip.drain())
         return len(received) >= count
 
-    await_condition(enough, f"{count} bodies", limit_s)
+    await_condition(enough, f"{count} bodies have come")
     return received
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -42,7 +43,8 @@ def random_model(seed: int = 0, layers: int = 2, vocabulary: int = 64) -> LlamaF
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=1, pad_token_id=0, eos_token_id=[2, 3])
-    return model.eval()
+    model.eval()
+    return model
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -56,7 +58,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def family_model(family: str, seed: int = 0, layers: int = 4, **changes: object) -> PreTrainedModel:
+def family_model(family: str, seed: int = 0, layers: int = 4, **changes: Any) -> PreTrainedModel:
     """A random model of an architecture that the sparse engine knows: heads of 32, two query heads a KV head."""
     settings = {
         "vocab_size": 64,
@@ -76,7 +78,8 @@ def family_model(family: str, seed: int = 0, layers: int = 4, **changes: object)
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     model.generation_config = GenerationConfig(bos_token_id=1, pad_token_id=0, eos_token_id=[2, 3])
-    return model.eval()
+    model.eval()
+    return model
 
 
 def random_policy(

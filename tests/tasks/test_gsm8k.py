@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -97,7 +98,15 @@ def test_problems_never_change_between_releases(folder: Path) -> None:
         ("The answer is 71.", 0, 0, 0.0, False),
         ("72 ####", 0, 0, 0.0, False),
         ("#### seventy-two", 0, 0, 0.0, False),
-        ("#### 72 and then 73", 0, 0, 0.0, False),
+        ("#### 72 and then 73", 1, 1, 1.0, True),
+        ("#### 71 and then 72", 1, 0, 0.1, False),
+        ("#### The answer is 72", 1, 1, 1.0, True),
+        ("#### 72\nI checked it in 2 ways.", 1, 1, 1.0, True),
+        ("#### 72" + " as shown" * 100, 1, 1, 1.0, True),
+        ("#### 72\n####", 1, 1, 1.0, True),
+        ("#### 72\n#### 71\n####", 1, 0, 0.1, False),
+        ("#### 70\n#### 71\n#### 72\n#### 73", 1, 0, 0.1, False),
+        ("The answer is 72" + " ok" * 100, 0, 1, 0.9, True),
         ("#### 8*9", 0, 0, 0.0, False),
         ("#### 2003^2002^2001", 0, 0, 0.0, False),
         ("", 0, 0, 0.0, False),
@@ -117,10 +126,7 @@ def test_format_and_answer_are_rewarded_apart_and_together(
     [
         ("{not json", "Expecting property name"),
         ("[1, 2]", "not a JSON object"),
-        ('{"question": "What?"}', "must be texts"),
-        ('{"question": " ", "answer": "#### 1"}', "must be texts"),
-        ('{"question": "What?", "answer": "5"}', "does not end with ####"),
-        ('{"question": "What?", "answer": "#### five"}', "does not end with ####"),
+        ('{"question": "What?", "answer": "#### 5', "Unterminated string"),
         ("[" * 100_000, "recursion"),
     ],
 )
@@ -129,6 +135,45 @@ def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, bad: str, why: 
     path.write_text(line(1) + "\n\n" + bad + "\n")
     with pytest.raises(TaskError, match=rf"train\.jsonl, line 3: .*{why}"):
         load_task(f"gsm8k:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ('{"question": "What?"}', "must be texts"),
+        ('{"question": "What?", "answer": 5}', "must be texts"),
+        ('{"question": " ", "answer": "#### 1"}', "must be texts"),
+        ('{"question": "What?", "answer": "5"}', "does not end with ####"),
+        ('{"question": "What?", "answer": "#### five"}', "does not end with ####"),
+        ('{"question": "What?", "answer": "#### 5 or 6"}', "does not end with ####"),
+        ('{"question": "What?", "answer": "#### 1/0"}', "does not end with ####"),
+        ('{"question": "What \\ud800?", "answer": "#### 1"}', "surrogates not allowed"),
+    ],
+)
+def test_a_record_that_cannot_be_graded_is_left_out_and_counted_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, bad: str, why: str
+) -> None:
+    name = load_gsm8k(str(folder)).name
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "train.jsonl").write_text("\n".join([lines[0], bad, *lines[1:], bad]))
+    assert not caplog.messages
+    assert load_gsm8k(str(folder)).name == name
+    (message,) = caplog.messages
+    assert re.search(rf"train\.jsonl: 2 of 62 records cannot be used, first line 2: .*{why}.*left out", message)
+
+
+def test_a_file_without_any_usable_record_is_refused(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "What?", "completion": "5"}\n' * 3)
+    with pytest.raises(TaskError, match=r"train\.jsonl: 3 of 3 records cannot be used, first line 1: .*Each line must read"):
+        load_gsm8k(str(folder))
+
+
+def test_byte_order_marks_line_ends_and_blank_lines_are_no_content(folder: Path) -> None:
+    name = load_gsm8k(str(folder)).name
+    first, *others = (folder / "train.jsonl").read_bytes().splitlines()
+    mark = "\ufeff".encode()
+    (folder / "train.jsonl").write_bytes(mark + first + b"\r\n\r\n" + mark + b"\r\n".join(others) + b"\r\n \r\n" + mark)
+    assert load_gsm8k(str(folder)).name == name
 
 
 def test_a_missing_or_useless_path_says_what_is_expected(tmp_path: Path) -> None:

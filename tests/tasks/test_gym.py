@@ -42,9 +42,12 @@ def test_what_stands_between_the_last_tags_is_the_answer(sums: Gym) -> None:
     full = sums.reward(problem, f"Let me see. <answer>{right}</answer>")
     assert (full.value, full.correct, full.parts) == (1.0, True, {"answer": 1.0, "format": 1.0})
     wrong = sums.reward(problem, "<answer>-1000</answer>")
-    assert (wrong.value, wrong.correct) == (pytest.approx(0.1), False)
+    assert wrong.value == pytest.approx(0.1)
+    assert not wrong.correct
     assert sums.reward(problem, f"<answer>{right}</answer> no, <answer>-1000</answer>").parts["answer"] == 0.0
     assert sums.reward(problem, f"{right} <answer></answer>").parts == {"answer": 0.0, "format": 1.0}
+    for later in ("<answer></answer>", "</answer>", "or -1000</answer>", "<answer>-1000", "so <answer>...</answer>"):
+        assert sums.reward(problem, f"<answer>{right}</answer> {later}").value == 1.0
 
 
 def test_without_tags_the_last_number_is_worth_the_answers_share(sums: Gym) -> None:
@@ -52,7 +55,8 @@ def test_without_tags_the_last_number_is_worth_the_answers_share(sums: Gym) -> N
     right = problem.answer["answer"]
     for text in (right, f"The answer is {right}.", f"3 + 1000 = {right}", f"**{right}**"):
         reward = sums.reward(problem, text)
-        assert (reward.value, reward.correct, reward.parts) == (pytest.approx(0.9), True, {"answer": 1.0, "format": 0.0})
+        assert reward.value == pytest.approx(0.9)
+        assert (reward.correct, reward.parts) == (True, {"answer": 1.0, "format": 0.0})
     for text in ("", "I do not know.", f"{right} or 1000", "9**9**9"):
         assert sums.reward(problem, text).value == 0.0
 

@@ -6,7 +6,7 @@ import pytest
 
 from swarm_node.tasks.base import TaskError
 from swarm_node.tasks.draws import Draws, hash64
-from swarm_node.tasks.registry import MAX_SPEC, load_task
+from swarm_node.tasks.registry import load_task
 
 
 @pytest.mark.parametrize(("spec", "name"), [("chain-sum", "chain-sum:2"), ("chain-sum:4", "chain-sum:4"), ("chain-sum:04", "chain-sum:4")])
@@ -18,9 +18,7 @@ def test_a_name_is_canonical_and_loads_itself(spec: str, name: str) -> None:
     assert again.problem(3, 4) == task.problem(3, 4)
 
 
-@pytest.mark.parametrize(
-    "spec", ["", "nope", "chain-sum:", "chain-sum:x", "chain-sum:-1", "chain-sum:²", "chain-sum:1:2", "a" * (MAX_SPEC + 1)]
-)
+@pytest.mark.parametrize("spec", ["", "nope", "chain-sum:", "chain-sum:x", "chain-sum:-1", "chain-sum:²", "chain-sum:1:2", "a" * 5000])
 def test_a_bad_name_is_a_task_error(spec: str) -> None:
     with pytest.raises(TaskError):
         load_task(spec)
@@ -29,6 +27,13 @@ def test_a_bad_name_is_a_task_error(spec: str) -> None:
 def test_an_unknown_name_is_answered_with_the_choices() -> None:
     with pytest.raises(TaskError, match=r"unknown task 'chainsum': choose chain-sum, "):
         load_task("chainsum")
+
+
+def test_a_name_that_the_wire_does_not_carry_is_refused_at_the_start() -> None:
+    widths = "&".join(f"{side}_{what}={5 if side == 'min' else 6}" for what in ("rows", "cols", "transforms") for side in ("min", "max"))
+    weights = "&".join(f"w_{what}=2" for what in ("rotate", "hmirror", "vmirror", "dmirror", "cmirror", "map", "crop"))
+    with pytest.raises(TaskError, match=r"travels with every group and is longer than 128 bytes: give fewer options"):
+        load_task(f"reasoning-gym:manipulate_matrix?{widths}&{weights}")
 
 
 def test_draws_are_uniform_independent_of_the_platform_and_tell_their_keys_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from swarm_node.tasks.base import Split
 from swarm_node.tasks.chain_sum import ChainSum
 from swarm_node.tasks.registry import load_task
 from swarm_node.tasks.word_sum import WordSum, spell
@@ -32,7 +33,7 @@ def test_all_numbers_that_a_level_can_hold_are_spelt_differently() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "eval", "ood"])
-def test_a_problem_is_chain_sums_problem_in_words(split: str) -> None:
+def test_a_problem_is_chain_sums_problem_in_words(split: Split) -> None:
     for index in range(50):
         digits, words = ChainSum(2).problem(4, index, split), WordSum(2).problem(4, index, split)
         assert words.prompt == " plus ".join(spell(int(term)) for term in digits.prompt.removesuffix("=").split("+")) + "="

@@ -16,6 +16,7 @@ from swarm_node.policy import catalogue
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.logprobs import completion_logprobs
 from swarm_node.policy.options import ModelOptions
+from swarm_node.policy.parts import unwrap
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import GroupRequest, Rollout
 from swarm_node.rollout.options import RolloutOptions
@@ -31,7 +32,7 @@ def start(policy: Policy) -> VllmEngine:
 
 
 def load(name: str = "tiny-m", dtype: str = "float32", **changes: Any) -> Policy:
-    return load_policy(ModelOptions(name=name, dtype=dtype, device="cpu", **changes))  # type: ignore[arg-type]
+    return load_policy(ModelOptions(name=name, dtype=dtype, device="cpu", **changes))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,8 @@ def logits(policy: Policy, prompt: NDArray[np.int32], completion: NDArray[np.int
     """(T, V) float32: what each token of the completion was to be drawn from, by the policy's plain forward."""
     ids = torch.from_numpy(np.concatenate([prompt, completion]))[None].long()
     with torch.no_grad():
-        return policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        whole: torch.Tensor = policy.model(input_ids=ids).logits
+    return whole[0, len(prompt) - 1 : -1].float()
 
 
 def differences(policy: Policy, rollout: Rollout, asked: Sequence[GroupRequest], temperature: float = 1.0) -> NDArray[np.float64]:
@@ -229,7 +231,7 @@ def test_adapters_are_merged_and_the_policy_is_left_as_it_was() -> None:
 def untied_policy() -> Policy:
     """A random policy whose LM head is a matrix of its own, with two stop ids and heads of a size that vLLM has kernels for."""
     policy = random_policy()
-    config = LlamaConfig.from_dict(policy.model.config.to_dict() | {"hidden_size": 128, "head_dim": 32})
+    config = LlamaConfig.from_dict(unwrap(policy.model).config.to_dict() | {"hidden_size": 128, "head_dim": 32})
     assert not config.tie_word_embeddings
     with torch.random.fork_rng():
         torch.manual_seed(5)

@@ -1,6 +1,5 @@
 """Cache write in Triton: new tokens into their slots, rotated on the way, and the centroids of completed pages."""
 
-# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import triton

@@ -1,6 +1,5 @@
 """Paged decode attention in Triton: one program a (sequence, KV head, split), then a merge by log-sum-exp."""
 
-# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import triton

@@ -41,6 +41,7 @@ class TritonKernels(PlainLayers):
     name = "triton"
 
     def append(self, cache: LayerCache, tokens: NewTokens) -> None:
+        """See `Kernels.append`. Centroids of the pages that became full are written by a second kernel."""
         check_append(cache, tokens)
         keys, values, slots, query, cosines, sines = tokens.keys, tokens.values, tokens.slots, tokens.query, tokens.cosines, tokens.sines
         count, kv_heads, size = keys.shape
@@ -81,6 +82,7 @@ class TritonKernels(PlainLayers):
         )
 
     def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
+        """See `Kernels.select_pages`. One kernel scores, another one sorts out the best."""
         check_select(cache, selection)
         query, table, lengths, width = selection.query, selection.table, selection.lengths, selection.width
         batch, heads, size = query.shape
@@ -119,6 +121,7 @@ class TritonKernels(PlainLayers):
         return lists
 
     def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        """See `Kernels.attend`. Splits of a sequence are merged by a second kernel."""
         check_attend(cache, attention)
         query, table, pages = attention.query, attention.table, attention.pages
         batch, heads, size = query.shape
@@ -177,6 +180,7 @@ class TritonKernels(PlainLayers):
     def decode_layer(
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
+        """See `Kernels.decode_layer`. The three kernels, one after the other."""
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
 
 

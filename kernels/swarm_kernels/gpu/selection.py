@@ -1,6 +1,5 @@
 """Page scoring and selection in Triton: scores in parallel over pages, then one program a (sequence, KV head) that keeps the best."""
 
-# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import triton

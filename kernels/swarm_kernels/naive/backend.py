@@ -21,6 +21,7 @@ class TorchKernels(PlainLayers):
     name = "torch"
 
     def append(self, cache: LayerCache, tokens: NewTokens) -> None:
+        """See `Kernels.append`. Padded rows are left out by a mask, which waits for the device."""
         check_append(cache, tokens)
         keys, slots, size = rotate_new(tokens), tokens.slots, cache.page_size
         written = slots >= 0
@@ -31,6 +32,7 @@ class TorchKernels(PlainLayers):
         cache.centroids[complete] = cache.keys[complete].float().mean(dim=2).to(cache.centroids.dtype)
 
     def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
+        """See `Kernels.select_pages`. Scores are float32."""
         check_select(cache, selection)
         query, table = selection.query, selection.table
         batch, _, size = query.shape
@@ -45,6 +47,7 @@ class TorchKernels(PlainLayers):
         return keep_best(scores, inside, reserved, selection.budgets, selection.width)
 
     def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        """See `Kernels.attend`. Gathers the listed pages, so it takes memory for a copy of them."""
         check_attend(cache, attention)
         query, table, pages, window = attention.query, attention.table, attention.pages, attention.window
         batch, heads, size = query.shape
@@ -75,6 +78,7 @@ class TorchKernels(PlainLayers):
     def decode_layer(
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
+        """See `Kernels.decode_layer`. The three kernels, one after the other."""
         return compose_layer(self, step, cache, query, keys, values, sparse, window)
 
 

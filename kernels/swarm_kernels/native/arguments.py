@@ -15,6 +15,8 @@ def _fields(pointers: str, strides: str, integers: str) -> list[tuple[str, type]
 
 
 class AppendArguments(ctypes.Structure):
+    """See `append.h`."""
+
     _fields_ = _fields(
         "keys values query cosines sines slots cache_keys cache_values centroids",
         "key_token key_head value_token value_head query_token query_head angle_token page_stride head_stride centroid_page centroid_head",
@@ -23,6 +25,8 @@ class AppendArguments(ctypes.Structure):
 
 
 class SelectArguments(ctypes.Structure):
+    """See `selection.h`."""
+
     _fields_ = _fields(
         "query centroids table lengths budgets pages",
         "query_sequence query_head centroid_page centroid_head table_sequence",
@@ -31,6 +35,8 @@ class SelectArguments(ctypes.Structure):
 
 
 class AttendArguments(ctypes.Structure):
+    """See `attention.h`."""
+
     _fields_ = [
         *_fields(
             "query keys values table lengths pages out lse partial",
@@ -42,36 +48,52 @@ class AttendArguments(ctypes.Structure):
 
 
 class DecodeArguments(ctypes.Structure):
+    """See `decode.h`."""
+
     _fields_ = [("append", AppendArguments), ("select", SelectArguments), ("attend", AttendArguments), ("sparse", ctypes.c_int32)]
 
 
 class LogprobArguments(ctypes.Structure):
+    """See `logprob.h`."""
+
     _fields_ = _fields(
         "logits targets sharpness top mass chosen lse scale gradient", "row_stride gradient_stride", "dtype rows columns threads"
     )
 
 
 class NormArguments(ctypes.Structure):
+    """See `elementwise.h`."""
+
     _fields_ = [*_fields("hidden delta weight total out", "", "dtype rows columns threads"), ("epsilon", ctypes.c_float)]
 
 
 class GateArguments(ctypes.Structure):
+    """See `elementwise.h`."""
+
     _fields_ = _fields("gates values out", "count", "dtype threads")
 
 
 class Product(ctypes.Structure):
+    """See `linear.h`."""
+
     _fields_ = _fields("weight bias out a b", "", "outputs rank")
 
 
 class LinearArguments(ctypes.Structure):
+    """See `linear.h`."""
+
     _fields_ = [("product", Product), *_fields("input packed", "", "rows inputs threads")]
 
 
 class NormWeight(ctypes.Structure):
+    """See `stack.h`."""
+
     _fields_ = [("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float)]
 
 
 class LayerArguments(ctypes.Structure):
+    """See `stack.h`."""
+
     _fields_ = [
         *((name, NormWeight) for name in ("input_norm", "query_norm", "key_norm", "middle_norm")),
         *((name, Product) for name in ("query", "key", "value", "output", "gate", "up", "down")),
@@ -82,6 +104,8 @@ class LayerArguments(ctypes.Structure):
 
 
 class PromptArguments(ctypes.Structure):
+    """See `prompt.h`."""
+
     _fields_ = [
         *_fields(
             "query keys values bounds starts table out",
@@ -93,6 +117,8 @@ class PromptArguments(ctypes.Structure):
 
 
 class StackArguments(ctypes.Structure):
+    """See `stack.h`."""
+
     _fields_ = [
         ("step", DecodeArguments),
         ("prompt", PromptArguments),
@@ -103,6 +129,8 @@ class StackArguments(ctypes.Structure):
 
 
 class DrawArguments(ctypes.Structure):
+    """See `draw.h`."""
+
     _fields_ = [
         *_fields("logits uniforms ids logprobs", "row_stride", "dtype rows columns"),
         ("temperature", ctypes.c_float),

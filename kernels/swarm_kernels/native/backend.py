@@ -59,23 +59,27 @@ class NativeKernels:
         self._scratch: tuple[Tensor, ...] = ()
 
     def append(self, cache: LayerCache, tokens: NewTokens) -> None:
+        """See `Kernels.append`."""
         arguments = AppendArguments()
         fill_append(arguments, cache, tokens)
         self.library.swarm_append(ctypes.byref(arguments))
 
     def select_pages(self, cache: LayerCache, selection: Selection) -> Tensor:
+        """See `Kernels.select_pages`."""
         arguments = SelectArguments()
         pages = fill_select(arguments, cache, selection)
         self.library.swarm_select(ctypes.byref(arguments))
         return pages
 
     def attend(self, cache: LayerCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        """See `Kernels.attend`. Without a number of splits there are as many as keep all threads busy."""
         arguments, out = AttendArguments(), torch.empty(attention.query.shape, dtype=attention.query.dtype)
         lse, _partial = fill_attend(arguments, cache, attention, out)  # both live until here
         self.library.swarm_attend(ctypes.byref(arguments))
         return out, lse
 
     def attend_prompts(self, cache: LayerCache, attention: PromptAttention) -> Tensor:
+        """See `Kernels.attend_prompts`. Torch's where there are no matrix instructions, or the type is not bfloat16."""
         query = attention.query
         if not self._has_linear or query.dtype != torch.bfloat16:
             check_prompts(cache, attention)
@@ -88,6 +92,7 @@ class NativeKernels:
     def decode_layer(
         self, step: DecodeStep, cache: LayerCache, query: Tensor, keys: Tensor, values: Tensor, *, sparse: bool, window: int = 0
     ) -> Tensor:
+        """See `Kernels.decode_layer`. The strides of a step's first layer are taken for those of all its layers."""
         if step is not self._step:
             arguments = DecodeArguments()
             self._scratch = fill_decode(arguments, step, cache, query, keys, values)
@@ -107,6 +112,7 @@ class NativeKernels:
         return out
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_norm`. Torch's for widths, strides or types that the kernel does not know."""
         rows, columns = hidden.shape
         same = all(part.is_contiguous() and part.dtype == hidden.dtype for part in (hidden, weight, hidden if delta is None else delta))
         if columns % WIDTH or not same:
@@ -131,6 +137,7 @@ class NativeKernels:
         return total, out
 
     def gate(self, gates: Tensor, values: Tensor) -> Tensor:
+        """See `Kernels.gate`. Torch's for sizes, strides or types that the kernel does not know."""
         count = gates.numel()
         if count % WIDTH or not (gates.is_contiguous() and values.is_contiguous() and gates.dtype == values.dtype):
             return elementwise.gate(gates, values)
@@ -142,6 +149,7 @@ class NativeKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`. Torch's where there are no matrix instructions, or the sizes or types do not fit them."""
         rows, (outputs, inputs) = len(x), weight.shape
         parts = (x, weight) if bias is None else (x, weight, bias)
         matching = x.shape == (rows, inputs) and (bias is None or bias.shape == (outputs,))  # else torch says what is wrong
@@ -162,6 +170,7 @@ class NativeKernels:
         return out
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.draw`. Torch's for strides, shapes or types that the kernel does not know."""
         rows, columns = logits.shape
         if logits.stride(1) != 1 or uniforms.shape != (rows,) or uniforms.dtype != torch.float64 or logits.dtype not in DTYPE_CODES:
             return sampling.draw(logits, uniforms, temperature)
@@ -184,14 +193,17 @@ class NativeKernels:
         return ids, logprobs
 
     def stack(self, layers: Sequence[LayerWeights], norm: NormWeight) -> NativeStack | None:
+        """See `Kernels.stack`. None where there are no matrix instructions, or `fits` says no."""
         return NativeStack(self.library, layers, norm) if self._has_linear and fits(layers, norm) else None
 
     def logprob_forward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, top: Tensor, mass: Tensor, chosen: Tensor) -> None:
+        """See `Kernels.logprob_forward`."""
         arguments = _logprob_arguments(logits, targets, sharpness)
         arguments.top, arguments.mass, arguments.chosen = top.data_ptr(), mass.data_ptr(), chosen.data_ptr()
         self.library.swarm_logprob_forward(ctypes.byref(arguments))
 
     def logprob_backward(self, logits: Tensor, targets: Tensor, sharpness: Tensor, lse: Tensor, scale: Tensor, gradient: Tensor) -> None:
+        """See `Kernels.logprob_backward`."""
         arguments = _logprob_arguments(logits, targets, sharpness)
         arguments.lse, arguments.scale, arguments.gradient = lse.data_ptr(), scale.data_ptr(), gradient.data_ptr()
         arguments.gradient_stride = gradient.stride(0)

@@ -16,6 +16,7 @@ TASKS_A_THREAD = 4
 
 
 def pointer(tensor: Tensor | None) -> int | None:
+    """The address of the first element; null for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -42,6 +43,7 @@ def packed_rows(rows: int, inputs: int) -> Tensor:
 
 
 def fill_append(a: AppendArguments, cache: LayerCache, tokens: NewTokens) -> None:
+    """Checked first, see `check_append`. Raises ValueError."""
     check_append(cache, tokens)
     keys, values, query = tokens.keys, tokens.values, tokens.query
     a.keys, a.values, a.query, a.slots = keys.data_ptr(), values.data_ptr(), pointer(query), tokens.slots.data_ptr()
@@ -100,6 +102,7 @@ def fill_attend(a: AttendArguments, cache: LayerCache, attention: Attention, out
 
 
 def fill_prompts(a: PromptArguments, cache: LayerCache, attention: PromptAttention, out: Tensor) -> None:
+    """Checked first, see `check_prompts`. Raises ValueError. The result goes to `out`, as `attention.query`."""
     check_prompts(cache, attention)
     query = attention.query
     a.query, a.keys, a.values, a.out = query.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), out.data_ptr()
@@ -114,5 +117,6 @@ def fill_prompts(a: PromptArguments, cache: LayerCache, attention: PromptAttenti
 
 
 def fill_pages(a: AttendArguments, pages: Tensor) -> None:
+    """`pages` are lists as in `Attention.pages`."""
     a.pages = pages.data_ptr()
     a.pages_sequence, a.pages_head, a.list_width = pages.stride(0), pages.stride(1), pages.shape[2]

@@ -29,6 +29,7 @@ class NativeStack:
         self._decode, self._prefill = (_Call(library, layers, arguments, norm) for _ in range(2))
 
     def decode(self, step: DecodeStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        """See `Stack.decode`."""
         call = self._decode
         call.prepare(caches, hidden)
         a = call.arguments
@@ -40,6 +41,7 @@ class NativeStack:
         return out
 
     def prefill(self, step: PromptStep, caches: Sequence[LayerCache], hidden: Tensor) -> Tensor:
+        """See `Stack.prefill`."""
         call, cache = self._prefill, caches[0]
         call.prepare(caches, hidden)
         a = call.arguments

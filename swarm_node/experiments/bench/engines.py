@@ -62,6 +62,7 @@ class OwnEngine:
     def __init__(self, policy: Policy, prefill_tokens: int) -> None:
         """
         Args:
+            policy: Sampled from without its stop tokens.
             prefill_tokens: Computed at once; as many as the prompts of a batch have, so that they begin together.
 
         Raises:
@@ -71,6 +72,7 @@ class OwnEngine:
         self._engine = SparseEngine(self._policy, RolloutOptions(prefill_tokens=prefill_tokens))
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
+        """See `Contender.seconds`; a group of one completion for each prompt."""
         return self.group_seconds(prompts, 1, tokens)
 
     def group_seconds(self, prompts: Prompts, size: int, tokens: int) -> float:
@@ -114,10 +116,12 @@ class TransformersEngine:
         self._cache: DynamicCache | None = None
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
+        """See `Contender.seconds`; all prompts have one length."""
         return self._generate(prompts, tokens)
 
     @torch.inference_mode()
     def resumed_seconds(self, prompts: Prompts, tokens: int) -> float:
+        """See `Rival.resumed_seconds`. The first call computes the prompts outside of the time that it returns."""
         kept = len(prompts[0]) - 1
         if self._cache is None:
             self._cache = DynamicCache(config=self._model.config)

@@ -29,10 +29,12 @@ class Blocks:
 
     @property
     def context(self) -> float:
+        """Mean tokens of a sequence, over all steps."""
         return statistics.fmean(self.contexts)
 
     @property
     def budget(self) -> float:
+        """Mean pages besides the reserved three, over all steps."""
         return statistics.fmean(self.budgets)
 
 
@@ -56,6 +58,7 @@ class Pacemaker:
             steps: Of a block.
             rounds: That count.
             between: Called after each round, the dropped one included, while the clock stands still: time for others.
+            clock: Seconds.
         """
         self.blocks: dict[Mode, Blocks] = {mode: Blocks() for mode in modes}
         self._turns = [mode for _ in range(rounds + 1) for mode in modes]
@@ -66,6 +69,7 @@ class Pacemaker:
 
     @property
     def finished(self) -> bool:
+        """Whether all blocks of all rounds are measured."""
         return self._turn == len(self._turns)
 
     def start_step(self, positions: NDArray[np.int64], schedule: Schedule) -> NDArray[np.int32]:
@@ -103,4 +107,5 @@ class PacedSchedule(Schedule):
     pacemaker: Pacemaker = field(default_factory=lambda: Pacemaker((), batch=0, steps=0, rounds=0))
 
     def budgets_at(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Dense or the schedule's own, as the pacemaker says; every call counts as a step."""
         return self.pacemaker.start_step(positions, Schedule(self.pages, self.threshold, self.source, self.model))

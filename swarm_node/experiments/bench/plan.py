@@ -22,6 +22,7 @@ class ShortCase:
 
     @property
     def key(self) -> str:
+        """Its name in the results."""
         return f"b{self.batch}"
 
 
@@ -48,6 +49,7 @@ class LongCase:
 
     @property
     def prompt(self) -> int:
+        """Tokens of the prompt: what the completion leaves of the context."""
         return self.context - self.tokens
 
 

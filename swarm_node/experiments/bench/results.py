@@ -46,6 +46,7 @@ class Decode:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of the whole batch, by the median step."""
         return self.batch / self.step_seconds
 
 
@@ -103,6 +104,8 @@ def ratios(decodes: Sequence[Decode], predictor: Predictor, missing: Mapping[str
     """Each of `RATIOS`: measured (how many times faster, by medians), predicted, and why a null is one.
 
     Args:
+        decodes: All that were measured, of any case and engine.
+        predictor: Predicts dense and sparse steps of our engine.
         missing: Case, engine, or `case/engine` -> why it was not measured.
     """
     found = {(decode.case, decode.engine): decode for decode in decodes}

@@ -48,9 +48,14 @@ def bench_rollout(
     """Time every case of the plan and return one JSON object.
 
     Args:
+        policy: The model, on the device that is timed.
+        plan: The cases; those that do not fit into memory are left out, and the result says so.
         schedule: Of the sparse steps; None leaves them out.
         why: Where the schedule comes from, or why there is none.
+        vllm_python: The interpreter of an environment that holds vLLM; None leaves vLLM out.
+        quick: Noted in the result; the plan is what makes a run quick.
         random: Whether the policy's weights are random: vLLM then makes up its own.
+        say: Gets progress, line by line.
 
     Raises:
         BenchError: vLLM cannot be used, or an engine sampled another number of tokens than it was asked to.

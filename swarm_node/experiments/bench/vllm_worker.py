@@ -21,6 +21,7 @@ class Worker:
     """One vLLM engine, at its defaults: compiled, in this process."""
 
     def load(self, model: str, dtype: str, context: int, batch: int, threads: int, cache_gib: int, random: bool) -> dict[str, Any]:
+        """Start the engine; `context` is in tokens, `batch` in sequences, `cache_gib` the memory of its cache."""
         # All of this is read when vLLM is imported. A process of its own for the engine would compete for the cores.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -48,6 +49,7 @@ class Worker:
         return {"version": vllm.__version__}
 
     def generate(self, prompts: list[list[int]], tokens: int, forget: bool) -> dict[str, Any]:
+        """Sample greedily, exactly `tokens` a prompt, and say how many seconds it took."""
         from vllm import SamplingParams
 
         if forget:
@@ -61,6 +63,7 @@ class Worker:
 
 
 def main() -> None:
+    """Answer requests until the input ends. Standard output is for answers alone, so everything else is sent to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = Worker()

@@ -15,7 +15,8 @@ class Trace(Protocol):
     """Lengths by step, whose truth is known."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What tables call it."""
 
     @property
     def settled(self) -> int:
@@ -48,6 +49,7 @@ class LengthTrace:
 
     @property
     def settled(self) -> int:
+        """The step at which growth ends; 0 without growth."""
         return self.growth
 
     def at(self, step: int) -> tuple[float, float]:

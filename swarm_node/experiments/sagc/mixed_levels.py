@@ -19,8 +19,10 @@ class MixedLevels(Task):
         self._tasks = [ChainSum(level) for level in self.levels]
 
     def problem(self, seed: int, index: int, split: Split = "train") -> Problem:
+        """The problem of the level drawn for this seed and index, under this task's name."""
         chosen = self._tasks[hash64(self.name, seed, index) % len(self._tasks)]
         return replace(chosen.problem(seed, index, split), task=self.name)
 
     def reward(self, problem: Problem, completion: str) -> Reward:
+        """As `ChainSum.reward`, which is the same for all levels."""
         return self._tasks[0].reward(problem, completion)

@@ -34,6 +34,7 @@ class EarlySlots(Slots):
         """Ended by themselves, with a stop token."""
 
     def record(self, position: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        """As `Slots.record`, and give up what still runs of groups that have enough completions."""
         before = self._stopped.copy()
         super().record(position, tokens, logprobs)
         self._ended |= self._stopped & ~before
@@ -57,12 +58,10 @@ class OverSamplingEngine(ReferenceEngine):
         super().__init__(policy, options)
         self._extra = extra
 
-    def generate(
-        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = True
-    ) -> Rollout:
-        """Sample until each group has its size; the report counts what was thrown away as well. Errors as in `ReferenceEngine`."""
+    def _generate(self, requests: Sequence[GroupRequest], seed: int, temperature: float, max_new_tokens: int, dense: bool) -> Rollout:
+        """Sample until each group has its size; the report counts what was thrown away as well."""
         wider = [replace(request, size=request.size + self._extra) for request in requests]
-        rollout = super().generate(wider, seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)
+        rollout = super()._generate(wider, seed, temperature, max_new_tokens, dense)
         kept = []
         for request, group in zip(requests, rollout.groups, strict=True):
             ends = [len(completion) if completion.finish is Finish.STOP else max_new_tokens for completion in group]
@@ -93,14 +92,18 @@ class OverSampling:
         self._fixed = Controller(options, seed)
 
     def choose(self, features: Sequence[str] = ()) -> Decision:
+        """The fixed size, with `extra` completions to start above it."""
         decision = self._fixed.choose(features)
         return Decision(decision.size, decision.multiplier, decision.sampled, decision.changed, decision.sizes, self.extra)
 
     def observe(self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = (), cost: Cost | None = None) -> Observation:
+        """See `Controller.observe`; the lengths are those of the kept completions."""
         return self._fixed.observe(lengths, truncated, cost)
 
     def state(self) -> dict[str, Any]:
+        """See `Controller.state`."""
         return self._fixed.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Controller.restore`."""
         self._fixed.restore(state)

@@ -37,6 +37,7 @@ class RecordedTrace:
         return self.records[min(self.records, key=lambda recorded: abs(recorded * self.stretch - step))]
 
     def mean_length(self, step: int) -> float:
+        """Mean tokens over all problems and samples of the recorded step nearest to `step`."""
         return float(self._at(step).mean())
 
     def sample(self, noise: np.random.Generator, step: int, groups: int, size: int) -> NDArray[np.int64]:
@@ -55,6 +56,7 @@ def recorded_trace(stretch: int = 5) -> RecordedTrace:
 
 
 def write_record(out: Path, lengths: Mapping[int, Sequence[Sequence[int]]], how: str) -> None:
+    """Write step -> lengths (problems, samples) as JSON; `how` says what they were recorded from."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"how": how, "lengths": {str(step): rows for step, rows in lengths.items()}}) + "\n", encoding="utf-8")
 

@@ -52,6 +52,7 @@ def training_specs(*, quick: bool) -> list[TrainingSpec]:
 
 
 def job_of(spec: TrainingSpec) -> Job:
+    """The run as a process: a file name that tells runs apart, and a spec with the digest of the weights it starts from."""
     levels = "-".join(map(str, spec.levels))
     name = f"{spec.algorithm}-levels-{levels}-{spec.label}-seed-{spec.seed}-steps-{spec.steps}".replace(" ", "-")
     return Job(name, "swarm_node.experiments.sagc.training", asdict(replace(spec, weights=_digest(spec.model))))

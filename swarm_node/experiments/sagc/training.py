@@ -69,6 +69,7 @@ class TrainingSpec:
     """Digest of the model's weights, so that a result of other weights is not taken for this one."""
 
     def task(self) -> Task:
+        """`chain-sum` of the one level, or of several mixed."""
         return ChainSum(self.levels[0]) if len(self.levels) == 1 else MixedLevels(self.levels)
 
 
@@ -80,10 +81,12 @@ class WatchedController(Controller):
     lengths: Sequence[Sequence[int]]
 
     def choose(self, features: Sequence[str] = ()) -> Decision:
+        """See `Controller.choose`; kept in `decision`."""
         self.decision = super().choose(features)
         return self.decision
 
     def observe(self, lengths: Sequence[Sequence[int]], truncated: Sequence[Sequence[bool]] = (), cost: Cost | None = None) -> Observation:
+        """See `Controller.observe`; kept in `lengths` and `observation`."""
         self.lengths = lengths
         self.observation = super().observe(lengths, truncated, cost)
         return self.observation

@@ -6,16 +6,23 @@ must not be able to block what is honest.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from lru import LRU
 from swarm_protocols.codec import Header
 from swarm_protocols.group import ProblemRef
 from swarm_protocols.reject import Reason, Rejected
 
 from swarm_node.network.admission.options import AdmissionOptions
 from swarm_node.network.admission.quota import Quota
-from swarm_node.network.admission.recent import Recent, SeenDigests
+from swarm_node.network.admission.recent import SeenDigests
+
+NEW_LIFE = 32
+"""Groups with old sequence numbers, none of them seen before, after which their sender is believed to have begun to count again."""
+MAX_RUNS = 32
+"""Runs of forgotten sequence numbers kept for one sender."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class QuotaCheck(Check):
         self._quota = quota
 
     def check(self, arrival: Arrival) -> None:
+        """Charge one group, its tokens and the body's bytes to the sender."""
         self._quota.take(arrival.sender, groups=1, tokens=arrival.header.tokens, bytes=arrival.bytes)
 
 
@@ -60,47 +68,99 @@ class DuplicateCheck(Check):
         self._seen = seen
 
     def check(self, arrival: Arrival) -> None:
+        """Compares the digest alone."""
         if arrival.digest in self._seen:
             raise Rejected(Reason.DUPLICATE, f"body {arrival.digest.hex()[:16]} was admitted before")
 
     def admitted(self, arrival: Arrival) -> None:
-        self._seen.add(arrival.sender, arrival.digest)
+        """Remember the digest, with sender and sequence number."""
+        self._seen.add(arrival.sender, arrival.digest, arrival.header.sequence)
+
+
+@dataclass
+class SenderHistory:
+    """What is remembered of one sender's groups, by sequence number."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    """Number -> policy step of the newest arrivals, in their order."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """As `steps`, of groups with old numbers that may be the first of a new life."""
+    forgotten: list[tuple[int, int]] = field(default_factory=list)
+    """Runs of numbers, both ends included, whose bodies were admitted and whose digests are no longer remembered; sorted."""
+
+    def forget(self, sequence: int) -> None:
+        """The digest of an admitted body is gone. Where there are too many runs, the two nearest become one."""
+        insort(self.forgotten, (sequence, sequence))
+        if len(self.forgotten) > MAX_RUNS:
+            runs = self.forgotten
+            first = min(range(MAX_RUNS), key=lambda index: runs[index + 1][0] - runs[index][1])
+            runs[first : first + 2] = [(runs[first][0], runs[first + 1][1])]
+
+    def has_forgotten(self, sequence: int) -> bool:
+        """Whether a number lies within one of the runs."""
+        return any(low <= sequence <= high for low, high in self.forgotten)
 
 
 class History:
-    """Sequence number -> policy step of each sender's newest groups."""
+    """The history of every sender."""
 
     def __init__(self, options: AdmissionOptions) -> None:
         self._window = options.reorder_window
-        self._senders: Recent[str, dict[int, int]] = Recent(options.senders)
+        self._senders: LRU[str, SenderHistory] = LRU(options.senders)
 
-    def of(self, sender: str) -> dict[int, int]:
-        return self._senders.get(sender) or {}
+    def of(self, sender: str) -> SenderHistory:
+        """That of one sender; for a sender that is not remembered an empty one, which nothing keeps."""
+        return self._senders.get(sender) or SenderHistory()
 
-    def is_full(self, sender: str) -> bool:
-        return len(self.of(sender)) >= self._window
+    def is_old(self, sender: str, sequence: int) -> bool:
+        """Whether a number is taken, or lies below everything of a full window."""
+        steps = self.of(sender).steps
+        return sequence in steps or (len(steps) >= self._window and sequence < min(steps))
 
     def add(self, arrival: Arrival) -> None:
-        steps = self._senders.touch(arrival.sender, dict)
+        """Remember an arrival; of more than `reorder_window` the one that came first is dropped."""
+        if arrival.sender not in self._senders:
+            self._senders[arrival.sender] = SenderHistory()
+        steps = self._senders[arrival.sender].steps
         steps[arrival.header.sequence] = arrival.header.policy.step
         if len(steps) > self._window:
-            del steps[min(steps)]
+            del steps[next(iter(steps))]
+
+    def forget(self, sender: str, sequence: int) -> None:
+        """See `SenderHistory.forget`."""
+        if history := self._senders.get(sender):
+            history.forget(sequence)
 
 
 class ReplayCheck(Check):
-    """`replay`: a sequence number of this sender that was used, or that lies below everything still remembered."""
+    """`replay`: a sequence number of this sender that was used, or that lies below everything still remembered.
+
+    A sender that lost its checkpoint while its clock went back begins a new life with old numbers. It is taken again after NEW_LIFE
+    groups. That admits no body twice, whoever repeats what: this check sees none whose digest is remembered, and the numbers of admitted
+    bodies whose digests are forgotten stay refused.
+    """
 
     def __init__(self, history: History) -> None:
         self._history = history
 
     def check(self, arrival: Arrival) -> None:
-        sequence, known = arrival.header.sequence, self._history.of(arrival.sender)
-        if sequence in known:
+        """Compares with the sender's history. An old number that no run holds is noted, and passes as the NEW_LIFE-th of them."""
+        sequence, sender = arrival.header.sequence, self._history.of(arrival.sender)
+        if sender.has_forgotten(sequence):
             raise Rejected(Reason.REPLAY, f"sequence number {sequence} was used before")
-        if self._history.is_full(arrival.sender) and sequence < min(known):
-            raise Rejected(Reason.REPLAY, f"sequence number {sequence} is older than the newest {len(known)} of this sender")
+        if not self._history.is_old(arrival.sender, sequence):
+            return
+        sender.waiting[sequence] = arrival.header.policy.step
+        if len(sender.waiting) < NEW_LIFE:
+            raise Rejected(
+                Reason.REPLAY,
+                f"sequence number {sequence} is taken or older than the newest {len(sender.steps)} of this sender "
+                f"({len(sender.waiting)} of {NEW_LIFE} groups until it is believed to have begun again)",
+            )
+        sender.steps, sender.waiting = sender.waiting, {}
 
     def admitted(self, arrival: Arrival) -> None:
+        """Remember the sequence number and its policy step."""
         self._history.add(arrival)
 
 
@@ -116,7 +176,8 @@ class StalenessCheck(Check):
         self._bound = bound
 
     def check(self, arrival: Arrival) -> None:
-        step, newest = arrival.header.policy.step, max(self._history.of(arrival.sender).values(), default=0)
+        """Compares policy steps; what is refused is remembered all the same."""
+        step, newest = arrival.header.policy.step, max(self._history.of(arrival.sender).steps.values(), default=0)
         if step < newest - self._bound:
             self._history.add(arrival)
             raise Rejected(Reason.STALE, f"policy step {step}, newest of this sender {newest}, at most {self._bound} behind")
@@ -129,6 +190,7 @@ class TaskCheck(Check):
         self._tasks = frozenset(tasks)
 
     def check(self, arrival: Arrival) -> None:
+        """Compares canonical names."""
         task = arrival.header.problem.task
         if task not in self._tasks:
             raise Rejected(Reason.UNKNOWN_TASK, f"task {task!r}, this swarm trains on {', '.join(sorted(self._tasks))}")
@@ -141,6 +203,7 @@ class AssignmentCheck(Check):
         self._assigned = assigned
 
     def check(self, arrival: Arrival) -> None:
+        """Judges the problem at the policy step that the header claims."""
         problem, step = arrival.header.problem, arrival.header.policy.step
         if not self._assigned(arrival.sender, problem, step):
             raise Rejected(Reason.NOT_ASSIGNED, f"problem {problem.index} of stream {problem.seed} is not this sender's at step {step}")

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Collection
 
 import numpy as np
+from lru import LRU
 from numpy.typing import NDArray
 from swarm_protocols.group import Completion, Finish, Group, ProblemRef, hash_prompt
 from swarm_protocols.reject import Reason, Rejected
-
-from swarm_node.network.admission.recent import Recent
 
 POSITIVE_SLACK = 1e-3
 """Nats by which rounding may lift a log-prob above 0."""
@@ -54,6 +53,7 @@ class TokenCheck:
         self._stop_ids = np.array(sorted(stop_ids), dtype=np.int32)
 
     def check(self, group: Group) -> None:
+        """Let the group pass. Raises Rejected for the first completion that breaks a rule."""
         for number, completion in enumerate(group.completions):
             self._check_completion(number, completion)
 
@@ -78,6 +78,7 @@ class LengthCheck:
         self._max_tokens = max_tokens
 
     def check(self, group: Group, prompt_tokens: int) -> None:
+        """Let the group pass; `prompt_tokens` is the length of its prompt here. Raises Rejected."""
         if self._max_tokens is None:
             return
         for number, completion in enumerate(group.completions):
@@ -95,6 +96,7 @@ class LogprobCheck:
         self._uniform = math.log(vocab_size)
 
     def check(self, group: Group) -> None:
+        """Let the group pass; spread and mean are judged over all its completions together. Raises Rejected."""
         recorded = np.concatenate([completion.logprobs for completion in group.completions])
         if not np.isfinite(recorded).all():
             raise Rejected(Reason.BAD_LOGPROBS, f"{int((~np.isfinite(recorded)).sum())} log-probs are not finite")
@@ -123,9 +125,10 @@ class CopyCheck:
     MIN_TOKENS = 16
 
     def __init__(self, capacity: int) -> None:
-        self._owners: Recent[bytes, str] = Recent(capacity)
+        self._owners: LRU[bytes, str] = LRU(capacity)
 
     def check(self, sender: str, group: Group) -> None:
+        """Let the group pass. Raises Rejected when more than half of its completions that count are known."""
         keys = self._keys(group)
         owners = [owner for key in keys if (owner := self._owners.get(key)) is not None]
         foreign = sum(owner != sender for owner in owners)
@@ -135,9 +138,9 @@ class CopyCheck:
             raise Rejected(Reason.DUPLICATE, f"{len(owners) - foreign} of {len(keys)} completions came from this sender before")
 
     def admitted(self, sender: str, group: Group) -> None:
+        """Remember the group's completions as the sender's, unless somebody had them before."""
         for key in self._keys(group):
-            if key not in self._owners:
-                self._owners.put(key, sender)
+            self._owners.setdefault(key, sender)
 
     def _keys(self, group: Group) -> set[bytes]:
         return {

@@ -52,8 +52,10 @@ class CheapAdmission:
     ) -> None:
         """
         Args:
+            options: quotas, and what is remembered of senders; None: the defaults.
             tasks: canonical names of the tasks that this swarm trains on.
             assigned: whether a sender (peer id) was given a problem at one of its policy steps.
+            limits: what a message and a header may hold.
             clock: seconds, for quotas.
         """
         options = options or AdmissionOptions()
@@ -61,8 +63,8 @@ class CheapAdmission:
         self._rejections: Counter[str] = Counter()
         self._ignored: Counter[str] = Counter()
         self._quota = Quota(options, clock)
-        self._seen = SeenDigests(options.digests, options.digests_per_sender, options.senders)
         history = History(options)
+        self._seen = SeenDigests(options.digests, options.digests_per_sender, options.senders, history.forget)
         self._checks: tuple[Check, ...] = (
             # Before the quota: anyone may repeat a sender's old messages, and must not be able to spend what the sender has left.
             DuplicateCheck(self._seen),
@@ -154,10 +156,12 @@ class FullAdmission:
     ) -> None:
         """
         Args:
+            options: how many completions are remembered; None: the defaults.
             prompt_tokens: token ids (P,) of the prompt that a reference names; raises ValueError or LookupError where it names none.
             vocab_size: of the model's logits.
             stop_ids: tokens that end a completion.
             max_tokens: of prompt and completion together that this node can learn from; None for no bound.
+            limits: what a group may hold.
         """
         options = options or AdmissionOptions()
         self._limits = limits

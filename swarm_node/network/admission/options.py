@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from swarm_node.options import Options
+from swarm_node.options import Options, constant
 
 
 class AdmissionOptions(Options):
@@ -22,14 +22,15 @@ class AdmissionOptions(Options):
     staleness_steps: int = Field(64, ge=0)
     """How many policy steps a group may lie behind the newest one of the same sender. Nodes are not compared with each other: a peer
     that started later is not stale."""
-    reorder_window: int = Field(64, ge=1, le=4096)
-    """Newest groups of a sender whose sequence numbers are remembered: a number below all of them is a replay. A sender that went back
-    to an old checkpoint is taken again when this many of its groups have arrived."""
-    senders: int = Field(4096, ge=1)
+    reorder_window: int = constant(64, ge=1, le=4096)
+    """Newest groups of a sender whose sequence numbers are remembered: one that is taken or below all of them is a replay, unless so many
+    arrive that the sender must have begun to count anew. A sender that went back to an old checkpoint is taken again when this many have
+    arrived."""
+    senders: int = constant(4096, ge=1)
     """Senders tracked at most; the one not heard of for longest is forgotten."""
-    digests: int = Field(65_536, ge=1)
+    digests: int = constant(65_536, ge=1)
     """Digests of admitted bodies remembered at most, by which the same body is known again."""
-    digests_per_sender: int = Field(4096, ge=1)
+    digests_per_sender: int = constant(4096, ge=1)
     """The part of them that one sender can fill."""
-    completions: int = Field(65_536, ge=1)
+    completions: int = constant(65_536, ge=1)
     """Hashes of admitted completions remembered at most, by which copies are known."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lru import LRU
 from swarm_protocols.reject import Reason, Rejected
 
 from swarm_node.network.admission.options import AdmissionOptions
-from swarm_node.network.admission.recent import Recent
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Bucket:
     """Clock at the last refill, seconds."""
 
     def refill(self, now: float) -> None:
+        """Add what `now` (seconds) gives since the last refill; nothing when the clock went back."""
         self.level = min(self.per_minute, self.level + self.per_minute * max(0.0, now - self.updated) / 60)
         self.updated = now
 
@@ -36,7 +37,7 @@ class Quota:
             "announcements": options.groups_per_minute,
         }
         self._clock = clock
-        self._senders: Recent[str, dict[str, Bucket]] = Recent(options.senders)
+        self._senders: LRU[str, dict[str, Bucket]] = LRU(options.senders)
 
     def require(self, sender: str, **amounts: int) -> None:
         """Leave everything as it is if the sender may deliver these amounts (groups=, tokens=, bytes=, announcements=) now.
@@ -63,7 +64,9 @@ class Quota:
 
     def _refilled(self, sender: str) -> dict[str, Bucket]:
         now = self._clock()
-        buckets = self._senders.touch(sender, lambda: {name: Bucket(limit, limit, now) for name, limit in self._limits.items()})
+        if sender not in self._senders:
+            self._senders[sender] = {name: Bucket(limit, limit, now) for name, limit in self._limits.items()}
+        buckets = self._senders[sender]
         for bucket in buckets.values():
             bucket.refill(now)
         return buckets

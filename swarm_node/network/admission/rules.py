@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from swarm_protocols.group import ProblemRef
 
@@ -33,17 +32,3 @@ class AdmissionRules:
     def _is_assigned(self, sender: str, problem: ProblemRef, step: int) -> bool:
         owner = EVERYBODY if self.shared_problems else sender
         return problem.seed == self.task_seed and is_assigned(problem.index, owner, step, self.task_seed)
-
-    def to_plain(self) -> dict[str, Any]:
-        """As msgpack can carry it."""
-        return {
-            "tasks": list(self.tasks),
-            "task_seed": self.task_seed,
-            "options": self.options.model_dump(),
-            "shared_problems": self.shared_problems,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> AdmissionRules:
-        """The inverse of `to_plain`."""
-        return cls(tuple(plain["tasks"]), plain["task_seed"], AdmissionOptions(**plain["options"]), plain["shared_problems"])

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from swarm_node.logs import QUIET
 from swarm_node.network.children.frames import Frame, FrameError, pack_frame, read_frame
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Child:
             on_frame: called in the reader thread with every frame of the child; must be quick and must not raise.
             opening: frames that every new process gets first: its configuration and its state.
             queue_bytes: frames that wait for the child at most; the oldest are dropped and counted.
-            backoff_s: pause before the first restart; doubles with each one up to `backoff_max_s`, with jitter.
+            backoff_s: pause before the first restart; doubles with each one, with jitter.
+            backoff_max_s: the longest pause.
             healthy_s: a process that lived this long starts the back-off anew.
         """
         self.name = name
@@ -103,8 +105,7 @@ class Child:
         if self._process is None and not self.last_words:
             return f"the {self.name} process is starting"
         wait = self._restart_at - time.monotonic()
-        reason = f" ({self.last_words[-1]})" if self.last_words else ""
-        return f"{self.name} process restarting" + (f" in {wait:.0f} s" if wait >= 1 else "") + reason
+        return f"{self.name} process restarting" + (f" in {wait:.0f} s" if wait >= 1 else "") + self._reason()
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Ask the process to stop, and end it and its process group when it takes longer than `timeout_s`. Idempotent."""
@@ -122,6 +123,11 @@ class Child:
             _end_group(process)
         self._thread.join(max(1.0, deadline - time.monotonic()))
 
+    def _reason(self) -> str:
+        """The last line that says something: the traceback of a group of errors ends with a frame around it."""
+        told = [line.lstrip(" |+-") for line in self.last_words if any(map(str.isalnum, line))]
+        return f" ({told[-1]})" if told else ""
+
     def _supervise(self) -> None:
         pause, longest, healthy = self._backoff
         while not self._closing.is_set():
@@ -132,9 +138,9 @@ class Child:
             pause = self._backoff[0] if time.monotonic() - born >= healthy else pause
             wait = pause * random.uniform(0.75, 1.25)
             self._restart_at = time.monotonic() + wait
-            log.warning("the %s process ended; it starts again in %.1f s", self.name, wait)
+            log.warning("the %s process ended%s; it starts again in %.1f s", self.name, self._reason(), wait)
             for line in self.last_words:
-                log.warning("%s | %s", self.name, line)
+                QUIET.warning("%s | %s", self.name, line)
             self._closing.wait(wait)
             pause = min(2 * pause, longest)
             self.restarts += not self._closing.is_set()
@@ -206,7 +212,7 @@ class Child:
         for raw in process.stdout:
             line = raw[:2000].decode(errors="replace").rstrip()
             lines.append(line)
-            log.debug("%s | %s", self.name, line)
+            QUIET.debug("%s | %s", self.name, line)
         process.stdout.close()
         self.last_words = tuple(lines)
 

@@ -21,10 +21,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from swarm_node.network.addresses import Address, AddressError, free_addresses, parse_address, parse_with_peer
-from swarm_node.network.directory.config import DirectoryConfig
+from swarm_node.network.children.config import ChildConfig
 from swarm_node.network.directory.records import EXPIRY_S, REFRESH_S, SHARDS, Entry, OwnerValidator, shard_key, shard_of, unpack_entry
 
-KEY_FILE = "directory.key"
+DAEMON_KEY_FILE = "directory.key"
 """The identity once more, in the form that the daemon reads."""
 EAGER_S = 2.0
 """Pause between two looks while nobody has been found."""
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 PEER_ERRORS = (P2PDaemonError, ControlFailure, OSError, ValueError, KeyError, asyncio.TimeoutError)
 
 
-class Validator(OwnerValidator, RecordValidatorBase):
+class Validator(OwnerValidator, RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Registers the checks with hivemind."""
 
 
 class Directory:
     """One directory node and what the parent knows of it."""
 
-    def __init__(self, config: DirectoryConfig, send: Callable[..., None]) -> None:
+    def __init__(self, config: ChildConfig, send: Callable[..., None]) -> None:
         """`send` takes a kind and fields: a frame to the parent."""
         self._config = config
         self._send = send
@@ -70,7 +70,8 @@ class Directory:
 
     async def run(self) -> None:
         """Start and serve for ever. Raises when the daemon does not start."""
-        listen, notices = free_addresses([parse_address(self._config.options.directory_listen)])
+        options = self._config.options
+        listen, notices = free_addresses([options.directory_address]) if not options.directory_listen else ([options.directory_address], ())
         self._notices = [f"directory: {sentence}" for sentence in notices]
         self._node = await DHTNode.create(
             host_maddrs=[address.transport for address in listen],
@@ -116,7 +117,8 @@ class Directory:
         if self._node.protocol.routing_table.get(peer_id=peer) is not None:
             return ""
         try:
-            await asyncio.wait_for(self._node.p2p._client.connect(peer, [Multiaddr(address.transport)]), 10)
+            client = self._node.p2p._client  # noqa: SLF001 -- hivemind dials only peers that it found by itself
+            await asyncio.wait_for(client.connect(peer, [Multiaddr(address.transport)]), 10)
             node_id = await asyncio.wait_for(self._node.protocol.call_ping(peer), 10)
         except PEER_ERRORS as error:
             return f"{error}" or type(error).__name__
@@ -176,7 +178,7 @@ class Directory:
         self._send("report", {"addresses": self._addresses, "notices": self._notices, "trouble": trouble, "found": len(self._found)})
 
     def _write_key(self) -> str:
-        path = self._config.home / KEY_FILE
+        path = self._config.home / DAEMON_KEY_FILE
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(self._config.identity.to_daemon_key())

@@ -12,8 +12,8 @@ import socket
 import struct
 
 from swarm_node.network.children.child import adopt_parent
+from swarm_node.network.children.config import ChildConfig
 from swarm_node.network.children.frames import Frame, frame_length, pack_frame, unpack_frame
-from swarm_node.network.directory.config import DirectoryConfig
 from swarm_node.network.directory.imports import prepare_hivemind
 
 
@@ -25,7 +25,7 @@ async def serve(connection: socket.socket) -> None:
         return
     from swarm_node.network.directory.node import Directory  # after the preparations in `main`
 
-    directory = Directory(DirectoryConfig.from_plain(first[1]), lambda kind, *fields: writer.write(pack_frame(kind, *fields)))
+    directory = Directory(ChildConfig.model_validate(first[1]), lambda kind, *fields: writer.write(pack_frame(kind, *fields)))
 
     async def listen_to_parent() -> None:
         while (frame := await _read(reader)) is not None and frame[0] != "stop":

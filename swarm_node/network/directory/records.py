@@ -11,7 +11,7 @@ import msgpack
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarm_node.network.addresses import AddressError, parse_with_peer
+from swarm_node.network.addresses import ADDRESSES_OF_ONE_PEER, AddressError, parse_with_peer
 from swarm_node.network.identity import Identity, public_key_of
 
 EXPIRY_S = 60.0
@@ -20,7 +20,6 @@ MAX_RECORD = 1024
 """Bytes of a record with its signature. All records of a shard travel in one answer, and 50 KB kill a directory."""
 SHARDS = 16
 """Keys over which a swarm's records are spread."""
-MAX_ADDRESSES = 4
 MAX_POLICY = 128
 _SIGNATURE_BYTES = 64
 _SKEW_S = 60.0
@@ -47,7 +46,7 @@ class Entry:
 
     def pack(self) -> bytes:
         """The record's value: what does not fit is left out."""
-        packed: bytes = msgpack.packb([list(self.addresses[:MAX_ADDRESSES]), self.policy[:MAX_POLICY], self.step])
+        packed: bytes = msgpack.packb([list(self.addresses[:ADDRESSES_OF_ONE_PEER]), self.policy[:MAX_POLICY], self.step])
         return packed
 
 
@@ -55,7 +54,7 @@ def unpack_entry(peer: str, value: Any) -> Entry | None:
     """Read a record of a peer; None when it is not one, or names addresses of somebody else."""
     try:
         addresses, policy, step = msgpack.unpackb(value)
-        parsed = [parse_with_peer(address) for address in addresses[:MAX_ADDRESSES]]
+        parsed = [parse_with_peer(address) for address in addresses[:ADDRESSES_OF_ONE_PEER]]
     except (ValueError, TypeError, AttributeError, AddressError, msgpack.UnpackException):
         return None
     if not isinstance(policy, str) or not isinstance(step, int) or any(address.peer != peer for address in parsed):
@@ -107,9 +106,11 @@ class OwnerValidator:
 
     @property
     def priority(self) -> int:
+        """Hivemind's default: it signs and judges in the order in which validators were registered."""
         return 0
 
     def merge_with(self, other: object) -> bool:
+        """Never: every validator judges by itself."""
         return False
 
     def _signed(self, record: DhtRecord, value: bytes) -> bytes:

@@ -12,7 +12,7 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from swarm_node.network.addresses import Address, AddressError, parse_address, parse_peer
-from swarm_node.network.libp2p.config import NodeConfig
+from swarm_node.network.libp2p.config import MeshConfig
 from swarm_node.network.libp2p.dialler import Dialler, Source, Target
 from swarm_node.network.libp2p.exchange import ask, peers_protocol, tell
 from swarm_node.network.libp2p.guard import PeerGuard
@@ -33,7 +33,7 @@ RECORD_WAIT_S = 5.0
 class Connections(INotifee):
     """Whom this node is connected to, and whom it would like to be."""
 
-    def __init__(self, host: Host, config: NodeConfig, guard: PeerGuard, rng: random.Random) -> None:
+    def __init__(self, host: Host, config: MeshConfig, guard: PeerGuard, rng: random.Random) -> None:
         self._host = host
         self._options = config.options
         self._home = config.home

@@ -118,11 +118,6 @@ class Dialler:
         for target in self._targets.values():
             target.due = min(target.due, now + self._rng.uniform(0, 5.0))
 
-    @property
-    def targets(self) -> list[Target]:
-        """Everything known."""
-        return list(self._targets.values())
-
     def waiting_for(self, now: float) -> str:
         """In words what is being dialled, for a node that has no peer."""
         targets = [t for t in self._targets.values() if t.peer != self._own]
@@ -137,7 +132,7 @@ class Dialler:
         return f"no peers yet: {target.address}{more} did not answer {times} ({target.reason}), {when}"
 
     def _pause(self, failures: int) -> float:
-        pause = min(self._longest, FIRST_PAUSE_S * 2 ** min(failures - 1, 20))
+        pause = min(self._longest, FIRST_PAUSE_S * 2.0 ** min(failures - 1, 20))
         return pause * self._rng.uniform(0.75, 1.25)
 
     def _make_room(self) -> bool:

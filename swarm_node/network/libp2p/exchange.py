@@ -15,7 +15,8 @@ import trio
 from swarm_node.network.addresses import AddressError, parse_with_peer
 from swarm_node.network.libp2p.pull import PullError, Stream, read_exactly
 
-MAX_ADDRESSES = 32
+MAX_TOLD = 32
+"""Addresses in one answer."""
 MAX_BYTES = 8 * 1024
 _LENGTH = struct.Struct(">I")
 
@@ -27,7 +28,7 @@ def peers_protocol(swarm: str) -> str:
 
 async def tell(stream: Stream, addresses: Iterable[str], timeout_s: float) -> None:
     """Answer on a stream that a peer opened. Raises trio.TooSlowError when it does not read."""
-    packed = msgpack.packb(list(addresses)[:MAX_ADDRESSES])
+    packed = msgpack.packb(list(addresses)[:MAX_TOLD])
     with trio.fail_after(timeout_s):
         await stream.write(_LENGTH.pack(len(packed)) + packed)
         await stream.close()
@@ -46,7 +47,7 @@ async def ask(stream: Stream, timeout_s: float) -> list[str]:
         raise PullError(f"a list of addresses is not msgpack: {error}") from None
     if not isinstance(told, list):
         raise PullError(f"a list of addresses is a {type(told).__name__}")
-    return [text for text in told[:MAX_ADDRESSES] if isinstance(text, str) and _is_usable(text)]
+    return [text for text in told[:MAX_TOLD] if isinstance(text, str) and _is_usable(text)]
 
 
 def _is_usable(text: str) -> bool:

@@ -1,7 +1,7 @@
 """Every change to py-libp2p, in one place: each with its reason, for the one version it was measured with.
 
 A patched attribute that is missing ends the process with a message that says so: an unhardened host is not safe to run.
-Behaviour that a subclass can change is changed in `libp2p_router.py`; here is what only a patch can reach.
+Behaviour that a subclass can change is changed in `router.py`; here is what only a patch can reach.
 """
 
 from __future__ import annotations

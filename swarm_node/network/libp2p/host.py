@@ -22,7 +22,7 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from multiaddr import Multiaddr
 
-from swarm_node.network.addresses import Address, dialable, free_addresses, parse_address
+from swarm_node.network.addresses import Address, ListenError, dialable, free_addresses, parse_address
 from swarm_node.network.identity import Identity
 from swarm_node.network.options import NetworkOptions
 
@@ -39,7 +39,7 @@ class Host:
 
     def __init__(self, identity: Identity, options: NetworkOptions) -> None:
         self._announce = tuple(parse_address(text) for text in options.announce)
-        self._listen = tuple(parse_address(text) for text in options.listen)
+        self._listen, self._may_move = options.host_addresses, not options.listen
         pair = create_new_key_pair(identity.seed)
         noise = Noise(pair, noise_privkey=create_noise_key_pair().private_key)
         self.host: IHost = new_host(
@@ -69,10 +69,18 @@ class Host:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Listen, and serve until the context ends. A port that is taken is replaced by any other."""
-        wanted, self.notices = free_addresses(self._listen)
+        """Listen, and serve until the context ends. The default port is replaced by any other where it is taken.
+
+        Raises:
+            ListenError: an address that was asked for cannot be had.
+        """
+        wanted, self.notices = free_addresses(self._listen) if self._may_move else (self._listen, ())
         async with self.host.run([Multiaddr(address.transport) for address in wanted]):
-            if not self.bound():  # somebody else took the port in between
+            bound = {address.port for address in self.bound()}
+            missing = [address.transport for address in wanted if address.port not in bound and (address.port or not bound)]
+            if missing and not self._may_move:  # it was free a moment ago
+                raise ListenError(f"cannot listen on {', '.join(missing)}")
+            if missing:
                 await self.swarm.listen(*(Multiaddr(Address(address.kind, address.host, 0).transport) for address in wanted))
             yield
 

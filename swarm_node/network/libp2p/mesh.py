@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +14,17 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
-from swarm_protocols.codec import decode_header, digest
-from swarm_protocols.messages import Announcement, GroupMessage, Hello, encode_message
+from swarm_protocols.messages import Hello, encode_message
 from swarm_protocols.reject import Rejected
 
-from swarm_node.network.libp2p.config import NodeConfig
+from swarm_node.network.intake import Intake
+from swarm_node.network.libp2p.config import MeshConfig
 from swarm_node.network.libp2p.connections import Connections
 from swarm_node.network.libp2p.dialler import Source
 from swarm_node.network.libp2p.guard import PeerGuard
 from swarm_node.network.libp2p.host import Host
-from swarm_node.network.libp2p.pull import PULL_PROTOCOL, Held, Server
-from swarm_node.network.libp2p.puller import Puller, Wanted
+from swarm_node.network.libp2p.pull import PULL_PROTOCOL, Server
+from swarm_node.network.libp2p.puller import Puller
 from swarm_node.network.libp2p.router import Router
 from swarm_node.network.swarm_id import topic
 
@@ -32,29 +32,25 @@ OUTBOX_BODIES = 64
 """Own bodies that wait for a mesh; the oldest are dropped, they would be stale."""
 HELLO_EVERY_S = 30.0
 RENEW_EVERY_S = 3.0
-QUIET_MESSAGES = 60
-"""Messages of one signer, between two greetings of this node, that carry no group and are passed on."""
 BUSY_QUEUE = 32
 """A neighbour's queue with more messages than this makes the publisher wait."""
 PATIENCE_S = 5.0
 """How long the publisher waits for a slow neighbour."""
 
 
-class Node:
-    """Ties host, router, admission and pulls together. `deliver` gets (signer's peer id, body) of every admitted group."""
+class Mesh:
+    """Ties host, router, intake and pulls together. `deliver` gets (signer's peer id, body) of every admitted group."""
 
-    def __init__(self, config: NodeConfig, guard: PeerGuard, deliver: Callable[[str, bytes], None]) -> None:
+    def __init__(self, config: MeshConfig, guard: PeerGuard, deliver: Callable[[str, bytes], None]) -> None:
         """To be made inside a running trio loop."""
         self.config = config
         self.guard = guard
         self.step, self.policy = 0, ""
-        self._deliver = deliver
-        self._own = config.identity.peer_id
         self._topic = topic(config.swarm)
-        self._published = self._received = self._dropped = 0
+        self._published = self._dropped = 0
         self._admission = config.rules.build()
-        self._held = Held(config.options.held_bytes)
-        self._server = Server(self._held, config.options.stream_timeout_s)
+        self._intake = Intake(config.identity.peer_id, config.options, self._admission, deliver)
+        self._server = Server(self._intake.held, config.options.stream_timeout_s)
         self._rng = random.Random()
         self._host = Host(config.identity, config.options)
         self._router = Router(config.options, guard)
@@ -63,11 +59,10 @@ class Node:
         )
         self._pubsub.counter = time.time_ns()  # from seconds, messages after a restart are dropped as seen
         self._pubsub.set_topic_validator(self._topic, self._judge, is_async_validator=False)
-        self._puller = Puller(self._host, guard, self._rng, config.options.stream_timeout_s, self._take_pulled)
+        self._puller = Puller(self._host, guard, self._rng, config.options.stream_timeout_s, self._intake)
         self._connections = Connections(self._host, config, guard, self._rng)
         self._outbox: deque[bytes] = deque()
         self._outbox_filled = trio.Event()
-        self._quiet: Counter[str] = Counter()
 
     def publish(self, body: bytes) -> None:
         """Queue an own body for the mesh."""
@@ -91,13 +86,13 @@ class Node:
             trouble = f"no peers yet: {len(connected)} connected, but none of them is in this swarm"
         return {
             "peers": peers,
-            "mesh": len(self._mesh),
+            "mesh": len(self._neighbours),
             "addresses": [str(address) for address in self._host.addresses()],
             "published": self._published,
-            "received": self._received,
-            "pulled": self._puller.pulled,
-            "pull_failures": self._puller.failures,
-            "dropped": self._dropped + self._puller.dropped,
+            "received": self._intake.received,
+            "pulled": self._intake.pulled,
+            "pull_failures": self._intake.pull_failures,
+            "dropped": self._dropped + self._intake.dropped,
             "rejections": dict(self._admission.rejections),
             "ignored": dict(self._admission.ignored),
             "confined": dict(self.guard.counts),
@@ -120,40 +115,16 @@ class Node:
                     await subscription.get()
 
     @property
-    def _mesh(self) -> set[ID]:
+    def _neighbours(self) -> set[ID]:
         return self._router.mesh.get(self._topic, set())
 
     # -- in
 
     def _judge(self, forwarder: ID, message: Any) -> bool:
         """Validate one signed message; what is refused here is neither delivered nor passed on."""
-        sender = str(ID(message.from_id))
-        if sender == self._own:
-            return True
-        try:
-            opened = self._admission.open(message.data)
-            if isinstance(opened, GroupMessage):
-                self._received += 1
-                self._admission.admit(sender, opened.body)
-                self._deliver(sender, opened.body)
-                return True
-            if isinstance(opened, Announcement):
-                self._received += 1
-                self._admission.admit_announcement(sender, opened)
-                self._puller.want(Wanted(sender, str(forwarder), opened))
-                return True
-        except Rejected:
-            return False
-        self._quiet[sender] += 1
-        return self._quiet[sender] <= QUIET_MESSAGES
-
-    def _take_pulled(self, wanted: Wanted, body: bytes) -> None:
-        try:
-            self._admission.admit(wanted.sender, body)
-        except Rejected:
-            return
-        self._held.add(wanted.announcement.digest, body)
-        self._deliver(wanted.sender, body)
+        passed_on = self._intake.hear(str(ID(message.from_id)), str(forwarder), message.data)
+        self._puller.wake()
+        return passed_on
 
     async def _serve_pull(self, stream: INetStream) -> None:
         await self._server.serve(stream, str(stream.muxed_conn.peer_id))
@@ -165,7 +136,7 @@ class Node:
             while not self._outbox:
                 self._outbox_filled = trio.Event()
                 await self._outbox_filled.wait()
-            if not self._mesh:  # published into no mesh, it would be lost
+            if not self._neighbours:  # published into no mesh, it would be lost
                 await trio.sleep(0.05)
                 continue
             await self._let_neighbours_catch_up()
@@ -173,18 +144,12 @@ class Node:
                 await self._publish(self._outbox.popleft())
 
     async def _publish(self, body: bytes) -> None:
-        message: GroupMessage | Announcement
-        if len(body) <= self.config.options.inline_limit:
-            message = GroupMessage(body)
-        else:
-            try:
-                header = decode_header(body)
-            except Rejected as rejected:
-                self._dropped += 1
-                self.guard.latest = f"own group of {len(body)} bytes cannot be published: {rejected}"
-                return
-            message = Announcement(digest(body), len(body), header.completions, header.tokens, self.policy)
-            self._held.add(message.digest, body)
+        try:
+            message = self._intake.wrap(body, self.policy)
+        except Rejected as rejected:
+            self._dropped += 1
+            self.guard.latest = f"own group of {len(body)} bytes cannot be published: {rejected}"
+            return
         with self.guard.watch("publish"):
             await self._pubsub.publish(self._topic, encode_message(message))
             self._published += 1
@@ -193,7 +158,7 @@ class Node:
         """Pace bursts: a full queue drops without a word."""
         with trio.move_on_after(PATIENCE_S):
             while True:
-                queues = [self._pubsub.peer_queues.get(peer) for peer in self._mesh]
+                queues = [self._pubsub.peer_queues.get(peer) for peer in self._neighbours]
                 if all(queue is None or len(queue) < BUSY_QUEUE for queue in queues):
                     return
                 await trio.sleep(0.02)
@@ -204,8 +169,7 @@ class Node:
         while True:
             await trio.sleep(RENEW_EVERY_S * self._rng.uniform(0.8, 1.2))
             with self.guard.watch("renewal"):
-                packet, _ = self._pubsub._build_announce_rpc(self._topic, True)
-                await self._pubsub.message_all_peers(packet.SerializeToString())
+                await self._pubsub.message_all_peers(self._pubsub.get_hello_packet().SerializeToString())
             async with trio.open_nursery() as nursery:
                 for peer in self._host.peers():
                     nursery.start_soon(self._ensure_stream, peer)
@@ -216,9 +180,9 @@ class Node:
 
     async def _greet_for_ever(self) -> None:
         while True:
-            if self._mesh:
+            if self._neighbours:
                 hello = Hello(self.step, self.policy, self.config.rules.tasks)
                 with self.guard.watch("hello"):
                     await self._pubsub.publish(self._topic, encode_message(hello))
-            self._quiet.clear()
+            self._intake.greeted()
             await trio.sleep(HELLO_EVERY_S * self._rng.uniform(0.8, 1.2))

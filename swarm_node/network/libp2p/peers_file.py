@@ -8,12 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from swarm_node.network.addresses import Address, AddressError, parse_with_peer
+from swarm_node.network.addresses import ADDRESSES_OF_ONE_PEER, Address, AddressError, parse_with_peer
 
 PEERS_FILE = "peers.json"
 MAX_PEERS = 256
-MAX_ADDRESSES = 4
-"""Addresses remembered of one peer."""
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ def read_peers(home: Path) -> list[Address]:
 def write_peers(home: Path, peers: Mapping[str, Sequence[str]]) -> None:
     """Remember peers (peer id -> multiaddrs), the last ones of the mapping when there are too many; whole or not at all."""
     kept = dict(list(peers.items())[-MAX_PEERS:])
-    content = json.dumps({peer: list(addresses)[:MAX_ADDRESSES] for peer, addresses in kept.items()}, indent=1)
+    content = json.dumps({peer: list(addresses)[:ADDRESSES_OF_ONE_PEER] for peer, addresses in kept.items()}, indent=1)
     temporary = home / f".{PEERS_FILE}.new"
     try:
         temporary.write_text(content + "\n", encoding="utf-8")

@@ -14,18 +14,18 @@ import trio
 
 from swarm_node.network.children.child import adopt_parent
 from swarm_node.network.children.frames import Frame, frame_length, pack_frame, unpack_frame
-from swarm_node.network.libp2p.config import NodeConfig
+from swarm_node.network.libp2p.config import MeshConfig
 from swarm_node.network.libp2p.guard import PeerGuard
 from swarm_node.network.libp2p.hardening import harden
-from swarm_node.network.libp2p.mesh import Node
+from swarm_node.network.libp2p.mesh import Mesh
 
 REPORT_EVERY_S = 0.25
 OUTGOING_BYTES = 64 * 1024 * 1024
 """Bodies that wait for the parent at most; the learner may stall it for seconds."""
 
 
-class Link:
-    """The parent's end, for trio: reads frames, and writes from a bounded queue."""
+class Parent:
+    """The other end of the socket, for trio: reads frames, and writes from a bounded queue."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
@@ -74,36 +74,36 @@ class Link:
 
 async def serve(connection: socket.socket, guard: PeerGuard) -> None:
     """Be the network until the parent says stop or is gone."""
-    link = Link(connection)
-    first = await link.read()
+    parent = Parent(connection)
+    first = await parent.read()
     if first is None or first[0] != "start":
         return
-    node = Node(NodeConfig.from_plain(first[1]), guard, lambda sender, body: link.send(pack_frame("received", sender, body)))
+    mesh = Mesh(MeshConfig.model_validate(first[1]), guard, lambda sender, body: parent.send(pack_frame("received", sender, body)))
 
     async def report_for_ever() -> None:
         while True:
-            report = node.report()
-            report["dropped"] += link.dropped
-            link.send(pack_frame("report", report))
+            report = mesh.report()
+            report["dropped"] += parent.dropped
+            parent.send(pack_frame("report", report))
             await trio.sleep(REPORT_EVERY_S)
 
     async with trio.open_nursery() as nursery:
 
         async def listen_to_parent() -> None:
-            while (frame := await link.read()) is not None and frame[0] != "stop":
+            while (frame := await parent.read()) is not None and frame[0] != "stop":
                 match frame:
                     case ["publish", body]:
-                        node.publish(body)
+                        mesh.publish(body)
                     case ["progress", step, policy]:
-                        node.step, node.policy = step, policy
+                        mesh.step, mesh.policy = step, policy
                     case ["dial", addresses]:
                         for address in addresses:
-                            node.learn(address)
+                            mesh.learn(address)
             nursery.cancel_scope.cancel()
 
-        nursery.start_soon(link.write_for_ever)
+        nursery.start_soon(parent.write_for_ever)
         nursery.start_soon(listen_to_parent)
-        await node.run(lambda: nursery.start_soon(report_for_ever))
+        await mesh.run(lambda: nursery.start_soon(report_for_ever))
 
 
 def main() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 import trio
+
+from swarm_node.network.intake import Held
 
 PULL_PROTOCOL = "/swarm-node/group/1.0.0"
 DIGEST_BYTES = 32
@@ -30,38 +32,14 @@ class PullError(RuntimeError):
 class Stream(Protocol):
     """What pulls need of a libp2p stream."""
 
-    async def read(self, n: int | None = None) -> bytes: ...
+    async def read(self, n: int | None = None) -> bytes:
+        """Up to `n` bytes, empty at the end of the stream."""
 
-    async def write(self, data: bytes) -> None: ...
+    async def write(self, data: bytes) -> None:
+        """Send all of `data`."""
 
-    async def close(self) -> None: ...
-
-
-class Held:
-    """Large bodies by digest, own and pulled, so that others can pull them here; the oldest go first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._bodies: OrderedDict[bytes, bytes] = OrderedDict()
-
-    def add(self, digest: bytes, body: bytes) -> None:
-        """Hold a body, and let go of the oldest ones when there is no room."""
-        if digest in self._bodies:
-            self._bodies.move_to_end(digest)
-            return
-        self._bodies[digest] = body
-        self.bytes += len(body)
-        while self.bytes > self.max_bytes and len(self._bodies) > 1:
-            _, gone = self._bodies.popitem(last=False)
-            self.bytes -= len(gone)
-
-    def get(self, digest: bytes) -> bytes | None:
-        """The body, or None when it is not held (any more)."""
-        return self._bodies.get(digest)
-
-    def __len__(self) -> int:
-        return len(self._bodies)
+    async def close(self) -> None:
+        """End our side; the other one reads the end."""
 
 
 class Server:

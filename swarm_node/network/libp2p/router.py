@@ -55,20 +55,24 @@ class Router(GossipSub):
             await trio.sleep(self.heartbeat_interval)
 
     async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
+        """As stock, without a record of deliveries that would grow for ever."""
         await super().publish(msg_forwarder, pubsub_msg)
         self.recent_message_deliveries.clear()  # only adaptive gossip reads it, and only that empties it
 
     async def handle_graft(self, graft_msg: Any, sender_peer_id: ID) -> None:
+        """As stock for topics of the mesh; others are ignored."""
         if graft_msg.topicID in self.mesh:
             await super().handle_graft(graft_msg, sender_peer_id)
 
     async def handle_prune(self, prune_msg: Any, sender_peer_id: ID) -> None:
+        """As stock for topics of the mesh; a back-off lasts MAX_BACK_OFF_S at most."""
         # Stock notes a back-off for every topic that anybody makes up, and for as long as they say.
         if prune_msg.topicID in self.mesh:
             prune_msg.backoff = min(prune_msg.backoff, MAX_BACK_OFF_S)
             await super().handle_prune(prune_msg, sender_peer_id)
 
     async def handle_ihave(self, ihave_msg: Any, sender_peer_id: ID) -> None:
+        """As stock for topics of the mesh; others are ignored."""
         if ihave_msg.topicID in self.mesh:
             await super().handle_ihave(ihave_msg, sender_peer_id)
 
@@ -77,6 +81,7 @@ class Router(GossipSub):
         return
 
     def mesh_heartbeat(self) -> Any:
+        """As stock, after forgetting the back-offs that are over."""
         now = time.time()
         for topic, until in self.back_off.items():
             self.back_off[topic] = {peer: end for peer, end in until.items() if end > now}
@@ -104,6 +109,7 @@ class BoundedMessageCache(MessageCache):
         self.bytes = 0
 
     def put(self, msg: Any) -> None:
+        """Keep a message, and drop the oldest while there are more bytes than `max_bytes`. The newest always stays."""
         before = len(self.msgs)
         super().put(msg)
         if len(self.msgs) == before:
@@ -113,6 +119,7 @@ class BoundedMessageCache(MessageCache):
             self._forget(next(iter(self.msgs)))
 
     def shift(self) -> None:
+        """Begin the next window; bytes of messages that fell out of the last one are free."""
         super().shift()
         self.bytes = sum(len(msg.data) for msg in self.msgs.values())
 

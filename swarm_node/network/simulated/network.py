@@ -1,5 +1,5 @@
-"""A swarm in memory and in virtual time: the same messages, codec and admission as the real network, over a transport that a test
-controls.
+"""A swarm in memory and in virtual time: the same messages, codec, intake and admission as the real network, over a transport that a
+test controls.
 
     network = SimulatedNetwork(seed=1, link=Link(loss=0.1))
     alice = network.join("alice", CheapAdmission(tasks=..., assigned=..., clock=network.clock))
@@ -21,34 +21,31 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from swarm_protocols.codec import digest
-from swarm_protocols.limits import DEFAULT_LIMITS, Limits
 from swarm_protocols.messages import Announcement
 
 from swarm_node.network.admission.halves import CheapAdmission
+from swarm_node.network.options import NetworkOptions
 from swarm_node.network.simulated.peers import Member, RawPeer, SimulatedGossip
 from swarm_node.network.simulated.weather import Churn, Link
 
 _REQUEST_BYTES = 64
-"""A pull's request: digest and framing."""
+"""A pull's request, or a refusal: digest and framing."""
 
 
 class SimulatedNetwork:
     """The swarm's transport and its clock."""
 
-    def __init__(
-        self, seed: int, *, link: Link | None = None, limits: Limits = DEFAULT_LIMITS, inbox_bodies: int = 2048, start: float = 0.0
-    ) -> None:
+    def __init__(self, seed: int, *, link: Link | None = None, options: NetworkOptions | None = None) -> None:
         """
         Args:
+            seed: of every draw: losses, delays, churn and the order of pulls.
             link: what connects any two peers unless `set_link` says otherwise.
-            inbox_bodies: bodies that wait for a node's `drain` at most; the oldest are dropped and counted.
-            start: the clock's first value, seconds.
+            options: what travels inline, and bounds of what a node holds and of what waits for its `drain`.
         """
-        self.now = start
-        self.limits = limits
+        self.now = 0.0
         self._seed = seed
         self._link = link or Link()
-        self._inbox_bodies = inbox_bodies
+        self._options = options or NetworkOptions()
         self._members: dict[str, Member] = {}
         self._sides: dict[str, int] = {}
         self._links: dict[tuple[str, str], Link] = {}
@@ -68,7 +65,7 @@ class SimulatedNetwork:
         Raises:
             ValueError: somebody of that name is here.
         """
-        gossip = SimulatedGossip(self, peer_id, admission, self._inbox_bodies)
+        gossip = SimulatedGossip(self, peer_id, self._options, admission, self._stream("pull", peer_id))
         self._add(gossip)
         return gossip
 
@@ -78,7 +75,7 @@ class SimulatedNetwork:
         Raises:
             ValueError: somebody of that name is here.
         """
-        peer = RawPeer(self, peer_id)
+        peer = RawPeer(self, peer_id, self._options)
         self._add(peer)
         return peer
 
@@ -112,6 +109,7 @@ class SimulatedNetwork:
         self._members[peer_id].up = False
 
     def rejoin(self, peer_id: str) -> None:
+        """Bring a peer back after `leave`, with everything that it remembers."""
         self._members[peer_id].up = True
 
     def churn(self, peer_ids: Iterable[str], churn: Churn) -> None:
@@ -127,7 +125,7 @@ class SimulatedNetwork:
                 member.up = not member.up
                 self._schedule_flip(member, churn)
 
-        self._after(self._stream("churn", member.peer_id).expovariate(1 / mean), flip)
+        self.after(self._stream("churn", member.peer_id).expovariate(1 / mean), flip)
 
     def connected(self, one: Member, other: Member) -> bool:
         """Whether messages between them arrive now."""
@@ -147,7 +145,8 @@ class SimulatedNetwork:
             happen()
         self.now = until
 
-    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        """Let something happen so many virtual seconds from now."""
         heapq.heappush(self._events, (self.now + seconds, next(self._ticket), happen))
 
     # -- transport ----------------------------------------------------------------------------------------------------------------
@@ -157,51 +156,38 @@ class SimulatedNetwork:
         for receiver in self.reachable(sender):
             if to is not None and receiver.peer_id not in to:
                 continue
-            link, draws = self._between(sender, receiver)
+            link, draws = self._between(sender.peer_id, receiver.peer_id)
             if draws.random() < link.loss:
                 continue
             for _ in range(1 + (draws.random() < link.duplication)):
-                self._after(link.delay(len(raw), draws), partial(self._deliver, sender, receiver, raw))
+                self.after(link.delay(len(raw), draws), partial(self._deliver, sender, receiver, raw))
 
     def _deliver(self, sender: Member, receiver: Member, raw: bytes) -> None:
         # A sender that left meanwhile is heard all the same; a receiver that left, or went to another side, is not reached.
         if receiver.up and self._sides.get(sender.peer_id, 0) == self._sides.get(receiver.peer_id, 0):
             receiver.hear(sender.peer_id, raw)
 
-    def pull(self, puller: Member, announcer: str, announcement: Announcement, done: Callable[[bytes | None], None]) -> None:
-        """Fetch a body over streams: from the announcer first, then from others who hold it. `done` gets None if nobody delivers."""
-        tried: set[str] = set()
+    def fetch(self, puller: Member, holder: str, announcement: Announcement, done: Callable[[bytes | None], None]) -> None:
+        """Ask one holder for an announced body over a stream; `done` gets None when it does not deliver."""
 
-        def ask_next() -> None:
-            holders = [m for m in self.reachable(puller) if m.peer_id not in tried and m.serve(announcement.digest) is not None]
-            holder = min(holders, key=lambda m: m.peer_id != announcer, default=None)
-            if holder is None:
-                done(None)
-                return
-            tried.add(holder.peer_id)
-            link, draws = self._between(puller, holder)
-            self._after(link.delay(_REQUEST_BYTES, draws), lambda: answer(holder))
+        def answer() -> None:
+            member = self._members.get(holder)
+            body = member.held.get(announcement.digest) if member and self.connected(puller, member) else None
+            link, draws = self._between(holder, puller.peer_id)
+            if member is None or body is None:
+                self.after(link.delay(_REQUEST_BYTES, draws), lambda: done(None))
+            else:  # the puller stops at the first byte too many
+                self.after(link.delay(min(len(body), announcement.size + 1), draws), partial(arrive, member, body))
 
-        def answer(holder: Member) -> None:
-            body = holder.serve(announcement.digest)
-            if body is None or not self.connected(puller, holder):
-                ask_next()
-                return
-            link, draws = self._between(holder, puller)
-            # The puller stops at the first byte too many.
-            self._after(link.delay(min(len(body), announcement.size + 1), draws), lambda: arrive(holder, body))
+        def arrive(member: Member, body: bytes) -> None:
+            is_announced = len(body) == announcement.size and digest(body) == announcement.digest
+            done(body if is_announced and self.connected(puller, member) else None)
 
-        def arrive(holder: Member, body: bytes) -> None:
-            if self.connected(puller, holder) and len(body) == announcement.size and digest(body) == announcement.digest:
-                done(body)
-            else:
-                ask_next()
+        link, draws = self._between(puller.peer_id, holder)
+        self.after(link.delay(_REQUEST_BYTES, draws), answer)
 
-        ask_next()
-
-    def _between(self, sender: Member, receiver: Member) -> tuple[Link, random.Random]:
-        ends = (sender.peer_id, receiver.peer_id)
-        return self._links.get(ends, self._link), self._stream("link", *ends)
+    def _between(self, sender: str, receiver: str) -> tuple[Link, random.Random]:
+        return self._links.get((sender, receiver), self._link), self._stream("link", sender, receiver)
 
     def _stream(self, *name: str) -> random.Random:
         if name not in self._streams:

@@ -2,144 +2,127 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
-from swarm_protocols.codec import decode_header, digest
-from swarm_protocols.messages import Announcement, GroupMessage, encode_message
-from swarm_protocols.reject import Rejected
+from swarm_protocols.messages import Announcement, encode_message
 
 from swarm_node.network.admission.halves import CheapAdmission
 from swarm_node.network.gossip import NetworkReport, Received
+from swarm_node.network.inbox import Inbox
+from swarm_node.network.intake import Held, Intake, Wanted, holders_to_ask
+from swarm_node.network.options import NetworkOptions
 
-if TYPE_CHECKING:
-    from swarm_node.network.simulated.network import SimulatedNetwork
 
-_HELD_BYTES = 64 * 1024 * 1024
-"""Large bodies that one member keeps so that others can pull them."""
-_MAX_PULLS = 32
-"""Pulls that one member has under way at most; an announcement beyond that is dropped and counted."""
+class Transport(Protocol):
+    """What peers need of the simulated network."""
+
+    def reachable(self, member: Member) -> list[Member]:
+        """Everybody else that is connected to `member` now."""
+
+    def send(self, sender: Member, raw: bytes, to: Collection[str] | None = None) -> None:
+        """Put a message on the way to everybody connected, or to the peer ids in `to`."""
+
+    def fetch(self, puller: Member, holder: str, announcement: Announcement, done: Callable[[bytes | None], None]) -> None:
+        """Ask one holder for an announced body; `done` gets None when it does not deliver."""
+
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        """Let something happen so many virtual seconds from now."""
+
+    def remove(self, member: Member) -> None:
+        """Take somebody off the network for good."""
 
 
 class Member:
     """Somebody on the network."""
 
-    def __init__(self, network: SimulatedNetwork, peer_id: str) -> None:
+    def __init__(self, network: Transport, peer_id: str, held: Held) -> None:
         self.network = network
         self.peer_id = peer_id
+        self.held = held
+        """What it serves to whoever pulls."""
         self.up = True
-        self._held: OrderedDict[bytes, bytes] = OrderedDict()
 
     def hear(self, sender: str, raw: bytes) -> None:
         """A message arrived; `sender` is who really sent it."""
         raise NotImplementedError
 
-    def hold(self, name: bytes, body: bytes) -> None:
-        """Serve `body` to whoever pulls the digest `name`."""
-        self._held[name] = body
-        while sum(map(len, self._held.values())) > _HELD_BYTES:
-            self._held.popitem(last=False)
-
-    def serve(self, name: bytes) -> bytes | None:
-        return self._held.get(name)
-
 
 class SimulatedGossip(Member):
     """A node's view of the simulated swarm; implements `Gossip`."""
 
-    def __init__(self, network: SimulatedNetwork, peer_id: str, admission: CheapAdmission, inbox_bodies: int) -> None:
-        super().__init__(network, peer_id)
-        self.admission = admission
-        self._inbox: deque[Received] = deque()
-        self._inbox_bodies = inbox_bodies
-        self._pulling: set[tuple[str, bytes]] = set()
+    def __init__(self, network: Transport, peer_id: str, options: NetworkOptions, admission: CheapAdmission, rng: random.Random) -> None:
+        self._inbox = Inbox(options.inbox_bodies, options.inbox_bytes)
+        self._intake = Intake(peer_id, options, admission, lambda sender, body: self._inbox.put(Received(sender, body)))
+        super().__init__(network, peer_id, self._intake.held)
+        self._admission = admission
+        self._rng = rng
         self._policy = ""
-        self._published = self._received = self._dropped = 0
+        self._published = 0
 
     def publish(self, body: bytes) -> None:
-        limits = self.network.limits
+        """Send the group, or where it is large its announcement, over the simulated links."""
+        self.network.send(self, encode_message(self._intake.wrap(body, self._policy)))
         self._published += 1
-        if len(body) <= limits.inline_bytes:
-            self.network.send(self, encode_message(GroupMessage(body)))
-            return
-        header, name = decode_header(body, limits), digest(body)
-        self.hold(name, body)
-        self.network.send(self, encode_message(Announcement(name, len(body), header.completions, header.tokens, self._policy)))
 
     def drain(self) -> list[Received]:
-        arrived = list(self._inbox)
-        self._inbox.clear()
-        return arrived
+        """See `Gossip.drain`."""
+        return self._inbox.drain()
 
     def progress(self, step: int, policy: str) -> None:
-        self._policy = f"{policy} at step {step}"
+        """Announcements carry `policy` from now on; the step is not used."""
+        self._policy = policy
 
     def report(self) -> NetworkReport:
+        """As of this virtual moment; peers are those reachable now."""
         peers = len(self.network.reachable(self))
         trouble = "" if peers else "no peers: the simulated link is down" if not self.up else "no peers yet"
         return NetworkReport(
             peers=peers,
             addresses=(f"/memory/{self.peer_id}",),
             published=self._published,
-            received=self._received,
-            dropped=self._dropped,
-            rejections=self.admission.rejections,
+            received=self._intake.received,
+            dropped=self._intake.dropped + self._inbox.dropped,
+            rejections=self._admission.rejections,
+            ignored=self._admission.ignored,
             trouble=trouble,
         )
 
     def close(self) -> None:
+        """Leave the network for good; what was sent still arrives."""
         self.network.remove(self)
 
     def hear(self, sender: str, raw: bytes) -> None:
-        try:
-            message = self.admission.open(raw)
-            match message:
-                case GroupMessage(body):
-                    self._received += 1
-                    self._take(sender, body)
-                case Announcement():
-                    self._received += 1
-                    self._consider(sender, message)
-        except Rejected:
-            return  # counted by admission
+        """Judge a message, and ask for the body where it announces a wanted one."""
+        self._intake.hear(sender, sender, raw)
+        self._begin_pulls()
 
-    def _consider(self, sender: str, announcement: Announcement) -> None:
-        # Two senders may announce one digest, and only one of them made it: each is pulled and judged as its announcer's.
-        key = (sender, announcement.digest)
-        if key in self._pulling:
-            return
-        self.admission.admit_announcement(sender, announcement)
-        if len(self._pulling) >= _MAX_PULLS:
-            self._dropped += 1
-            return
-        self._pulling.add(key)
-        self.network.pull(self, sender, announcement, lambda body: self._pulled(key, body))
+    def _begin_pulls(self) -> None:
+        while (wanted := self._intake.begin_pull()) is not None:
+            connected = [member.peer_id for member in self.network.reachable(self)]
+            self._ask(wanted, iter(holders_to_ask(wanted, connected, self._rng)))
 
-    def _pulled(self, key: tuple[str, bytes], body: bytes | None) -> None:
-        self._pulling.discard(key)
-        if body is None:
-            return
-        sender, name = key
-        try:
-            self._take(sender, body)
-        except Rejected:
-            return  # counted by admission
-        self.hold(name, body)
+    def _ask(self, wanted: Wanted, holders: Iterator[str]) -> None:
+        """Ask one holder after the other."""
 
-    def _take(self, sender: str, body: bytes) -> None:
-        self.admission.admit(sender, body)
-        if len(self._inbox) >= self._inbox_bodies:
-            self._inbox.popleft()
-            self._dropped += 1
-        self._inbox.append(Received(sender, body))
+        def end(body: bytes | None) -> None:
+            self._intake.end_pull(wanted, body)
+            self._begin_pulls()
+
+        holder = next(holders, None)
+        if holder is None:
+            self.network.after(wanted.pause_s, lambda: end(None))
+        else:
+            self.network.fetch(self, holder, wanted.announcement, lambda body: self._ask(wanted, holders) if body is None else end(body))
 
 
 class RawPeer(Member):
     """An adversary: sends any bytes, hears everything, and serves whatever it holds."""
 
-    def __init__(self, network: SimulatedNetwork, peer_id: str) -> None:
-        super().__init__(network, peer_id)
+    def __init__(self, network: Transport, peer_id: str, options: NetworkOptions) -> None:
+        super().__init__(network, peer_id, Held(options.held_bytes))
         self.heard: deque[tuple[str, bytes]] = deque(maxlen=4096)
         """The latest (sender, message) pairs."""
 
@@ -148,4 +131,5 @@ class RawPeer(Member):
         self.network.send(self, raw, to)
 
     def hear(self, sender: str, raw: bytes) -> None:
+        """Keep it in `heard`, unjudged."""
         self.heard.append((sender, raw))

@@ -103,8 +103,12 @@ def calibrate(
     the held-out prompts can make a schedule more careful and never less.
 
     Args:
-        engine: Its schedule is changed.
+        policy: The model to calibrate, which rescores densely.
+        engine: Over the same policy; its schedule is changed.
+        prompts: Where prompts of any length are cut from; those of a bin's search and of its verification differ.
+        options: Bins, budgets, sizes and the threshold.
         log: A file of finished prompts: those of an interrupted run with the same options are not done again.
+        progress: Called after each prompt.
 
     Raises:
         CalibrationError: nothing would be sparse, or a context that the model does not have.

@@ -235,6 +235,9 @@ def cache_pages(layout: PageLayout, requests: Sequence[GroupRequest], max_new_to
 
     Args:
         layout: Of the cache, with any number of pages.
+        requests: At least one.
+        max_new_tokens: Of each completion.
+        options: `max_batch` completions run at once; `cache_gib` is the memory, or a share of what is free.
 
     Raises:
         CacheTooSmall: the memory does not hold one completion of the longest prompt.

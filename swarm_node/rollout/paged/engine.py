@@ -15,8 +15,19 @@ from swarm_protocols.group import Finish
 from torch import Tensor
 
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.engine import GroupRequest, Observed, Rollout, RolloutReport, Top, check_requests
-from swarm_node.rollout.noise import streams, uniforms
+from swarm_node.policy.rollout_adapter import RolloutAdapter
+from swarm_node.rollout.engine import (
+    Engine,
+    GroupRequest,
+    Observed,
+    Rollout,
+    RolloutReport,
+    Top,
+    by_group,
+    completion_streams,
+    straggler_seconds,
+)
+from swarm_node.rollout.noise import uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.paged.cache import PagedCache, cache_pages
 from swarm_node.rollout.paged.runner import ModelRunner
@@ -30,7 +41,7 @@ KEPT_BYTES = 256 * 2**20
 """Of logits that are kept of one completion; where its limit could need more, the top tokens are kept instead."""
 
 
-class SparseEngine:
+class SparseEngine(Engine):
     """Samples whole groups from the sparse actor. The log-probs that it records are those of the actor, whatever it read."""
 
     name = "sparse"
@@ -38,14 +49,12 @@ class SparseEngine:
     def __init__(self, policy: Policy, options: RolloutOptions, schedule: Schedule | None = None, monitor: Monitor | None = None) -> None:
         """`monitor` moves the schedule, and gives the first one. Raises Unsupported when the model's architecture is not known, see
         `rollout.families`."""
+        super().__init__(policy, options)
         self.schedule = schedule if monitor is None else monitor.schedule
-        """Pages by position, read anew for every token; None: dense."""
         self._monitor = monitor
         self.backend = choose_backend(policy.device)
         self.runner = ModelRunner(policy, self.backend.kernels)
-        self.choices: tuple[str, ...] = (f"engine sparse; {self.backend.reason}",)
-        self._policy = policy
-        self._options = options
+        self.choices = (f"engine sparse; {self.backend.reason}",)
         self._cache: PagedCache | None = None
         self._step = 0
 
@@ -54,6 +63,10 @@ class SparseEngine:
         self._step = step
         if self._cache is not None:
             self._cache.policy_updated(step)
+
+    def wear(self, adapter: RolloutAdapter) -> None:
+        """In everything that is not asked to be dense."""
+        self.runner.adapter = adapter
 
     def state(self) -> dict[str, Any]:
         """The closed loop's, where there is one."""
@@ -66,36 +79,19 @@ class SparseEngine:
             self.schedule = self._monitor.schedule
 
     @torch.inference_mode()
-    def generate(
-        self, requests: Ordered[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = False
-    ) -> Rollout:
-        """Sample every group to its end. `dense` leaves the schedule and the adapter out, and `GroupRequest.budgets` in.
-
-        Raises:
-            ValueError: an empty prompt, a group of size 0, a prompt that leaves no room for `max_new_tokens` in the model's context, or a
-                completion that the cache cannot hold by itself.
-            FloatingPointError: the model's logits are not finite.
-        """
-        check_requests(requests, max_new_tokens, self._policy.context)
-        if not requests:
-            return Rollout((), RolloutReport(0, 0.0, 0.0, 0.0))
+    def _generate(self, requests: Ordered[GroupRequest], seed: int, temperature: float, max_new_tokens: int, dense: bool) -> Rollout:
         started = time.perf_counter()
         monitor = None if dense else self._monitor
         if monitor is not None:
             requests = monitor.mark(requests, seed, max_new_tokens)
-        model = self._policy.model
-        training = model.training
-        model.eval()
         self.runner.prepare()  # lets go of the cache of the call before, which may be too small now
         cache = self._cache_for(requests, max_new_tokens)
-        keys = np.array([request.key % 2**64 for request in requests], dtype=np.uint64)
-        sizes = [request.size for request in requests]
-        noise = streams(seed, np.repeat(keys, sizes), np.concatenate([np.arange(size, dtype=np.uint64) for size in sizes]))
+        noise = completion_streams(requests, seed)
         prompts = [Prompt(index, request) for index, request in enumerate(requests)]
         scheduler = Scheduler(
             prompts, noise, cache, limit=max_new_tokens, slots=self._options.max_batch, chunk=self._options.prefill_tokens
         )
-        work = _Work(slots=min(self._options.max_batch, sum(sizes)))
+        work = _Work(slots=min(self._options.max_batch, len(noise)))
         schedule, adapter = self.schedule, self.runner.adapter
         if dense:
             self.schedule = self.runner.adapter = None
@@ -105,7 +101,6 @@ class SparseEngine:
                 self._decode(scheduler, work, temperature, max_new_tokens)
         finally:
             self.schedule, self.runner.adapter = schedule, adapter
-            model.train(training)
             cache.policy_updated(self._step)  # a call that was interrupted leaves no pages behind
         rollout = _collect(scheduler, requests, work, time.perf_counter() - started)
         if monitor is not None:
@@ -217,20 +212,13 @@ class _Work:
 
 
 def _collect(scheduler: Scheduler, requests: Ordered[GroupRequest], work: _Work, seconds: float) -> Rollout:
-    groups: list[list[Sequence]] = [[] for _ in requests]
-    for sequence in scheduler.finished:
-        groups[sequence.prompt.index].append(sequence)
-    straggling = 0.0
-    for group in groups:
-        group.sort(key=lambda sequence: sequence.member)
-        ends = sorted(sequence.finished_at for sequence in group)
-        straggling += ends[-1] - ends[(len(ends) - 1) // 2]
-    tokens = sum(sequence.count for sequence in scheduler.finished)
+    finished = sorted(scheduler.finished, key=lambda sequence: (sequence.prompt.index, sequence.member))
+    tokens = sum(sequence.count for sequence in finished)
     report = RolloutReport(
         tokens=tokens,
         seconds=seconds,
         slot_idle_share=work.idle / (work.slots * work.steps),
-        straggler_seconds=straggling,
+        straggler_seconds=straggler_seconds(requests, [sequence.finished_at for sequence in finished]),
         prefill_tokens=work.prefill_tokens,
         prefill_seconds=work.prefill_seconds,
         decode_steps=work.steps,
@@ -238,13 +226,8 @@ def _collect(scheduler: Scheduler, requests: Ordered[GroupRequest], work: _Work,
         sparse_share=work.sparse_tokens / tokens,
         largest_budget=work.largest_budget,
     )
-    observed = [
-        Observed(index, sequence.member, _joined(sequence.kept))
-        for index, group in enumerate(groups)
-        for sequence in group
-        if sequence.observed
-    ]
-    return Rollout(tuple(tuple(sequence.completion() for sequence in group) for group in groups), report, tuple(observed))
+    observed = [Observed(sequence.prompt.index, sequence.member, _joined(sequence.kept)) for sequence in finished if sequence.observed]
+    return Rollout(by_group(requests, [sequence.completion() for sequence in finished]), report, tuple(observed))
 
 
 def _joined(kept: list[Tensor | Top]) -> Tensor | Top:

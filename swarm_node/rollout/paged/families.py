@@ -33,7 +33,7 @@ class Norm:
 
     @property
     def weight(self) -> Tensor:
-        """(H,)"""
+        """Shape (H,)."""
         weight: Tensor = self.module.weight
         return weight
 
@@ -158,6 +158,7 @@ def layer_weights(layer: Layer, selects: bool) -> LayerWeights | None:
 
 
 def norm_weight(norm: Norm) -> NormWeight:
+    """What the kernels take of a norm: its weight as it is now, and epsilon."""
     return NormWeight(norm.weight, norm.epsilon)
 
 

@@ -69,6 +69,7 @@ class CudaRecorder:
             self._pool = torch.cuda.MemPool()  # outlives its graphs: one that was given up with the last of them cannot be recorded into
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        """See `Recorder`. Recorded on a stream of its own; other threads may go on using the device."""
         graph = torch.cuda.CUDAGraph()
         # A recording that fails would leave its stream the current one; the stream around it brings back the one before.
         with (

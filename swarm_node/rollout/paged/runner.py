@@ -105,6 +105,7 @@ class ModelRunner:
             tokens: (B,) ids, on the policy's device.
             positions: (B,), of these tokens in their sequences.
             batch: Where the cache put them.
+            cache: That the keys and values are written to and read from.
             budgets: (B,) pages that the sparse layers may read besides the reserved three; where all sequences are shorter, nothing is
                 selected and attention is dense.
 

@@ -57,6 +57,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> bool:
+        """Whether any completion is still to be sampled."""
         return bool(self.running or self._waiting or self._open or self._preempted)
 
     def next_chunks(self) -> list[tuple[Prompt | Sequence, Chunk]]:

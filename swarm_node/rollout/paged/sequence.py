@@ -28,6 +28,7 @@ class Prompt:
 
     @property
     def length(self) -> int:
+        """Tokens, P."""
         return len(self.request.prompt)
 
 
@@ -65,6 +66,7 @@ class Sequence:
 
     @property
     def observed(self) -> bool:
+        """Whether its request asks to keep what its tokens are drawn from."""
         return self.member < self.prompt.request.observe
 
     def record(self, token: int, logprob: float) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swarm_node.policy.growing_cache import GrowingLayer, growing_cache
-from swarm_node.policy.parts import body, cache_argument, head, unwrap
+from swarm_node.policy.parts import body, cache_argument, evaluating, head, unwrap
 from swarm_node.policy.policy import Policy
 from swarm_node.rollout.engine import Top
 
@@ -70,17 +70,17 @@ def rescore(
     Several completions of one prompt share its keys and values, so a long prompt is computed once.
 
     Args:
+        policy: Scores densely.
         prompt: (P,) token ids, P >= 1.
         completions: Pairs of token ids (T,) and the logits (T, V) that they were drawn from, before the temperature; or the top tokens of
             those, at the temperature.
+        temperature: That they were drawn at.
 
     Returns:
         One array (T,) a completion: acceptance, or its lower bound where only the top tokens are known. The first token was drawn from the
         prefill, which is dense.
     """
-    training = policy.model.training
-    policy.model.eval()
-    try:
+    with evaluating(policy.model):
         tokens = [torch.from_numpy(ids.astype(np.int64)) for ids, _ in completions]
         project = head(policy.model)
         results = []
@@ -91,8 +91,6 @@ def rescore(
             ]
             results.append(torch.cat(parts).cpu().numpy())
         return results
-    finally:
-        policy.model.train(training)
 
 
 def _hidden(policy: Policy, prompt: Tensor, completions: list[Tensor]) -> Iterator[Tensor]:

@@ -269,7 +269,7 @@ class ClosedLoop:
     def _moved(self, index: int) -> int:
         """The starting budget moved by the notches of its source; at shift 0 it is the starting budget exactly."""
         start, shift = self._state.pages[index], self._state.bins[self._source(index)].shift
-        moved = round((start + RESERVED) * 2.0 ** (shift / NOTCHES)) - RESERVED
+        moved: int = round((start + RESERVED) * 2.0 ** (shift / NOTCHES)) - RESERVED
         return min(max(moved, 1), DENSE)
 
     def _limit(self, index: int) -> int:

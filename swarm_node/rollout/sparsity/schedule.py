@@ -160,7 +160,9 @@ def choose_schedule(options: SparsityOptions, model: str, home: Path | None = No
     to the wanted one, not below it where there is a choice; else a careful one if the closed loop will correct it; else dense attention.
 
     Args:
+        options: `[sparsity]`.
         model: The policy's name; of a path or hub id the last part counts, in lower case.
+        home: The folder where `swarm-node calibrate` may have left a schedule; None: there is none.
 
     Raises:
         ScheduleError: an unknown name, or a file that cannot be read.

@@ -18,8 +18,7 @@ from swarm_protocols.group import Completion, Finish
 
 from swarm_node.policy.logprobs import completion_logprobs
 from swarm_node.policy.policy import Policy
-from swarm_node.rollout.engine import GroupRequest, Rollout, RolloutReport, check_requests
-from swarm_node.rollout.noise import streams
+from swarm_node.rollout.engine import Engine, GroupRequest, Rollout, RolloutReport, by_group, completion_streams, straggler_seconds
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.vllm.start import VllmError, cannot_run, check_device, import_vllm, plan_cache, sleeps, start_vllm
 from swarm_node.rollout.vllm.weights import merged_weights
@@ -34,8 +33,8 @@ class StaleWeights(RuntimeError):
     """vLLM holds weights of another policy step than the one that is to be sampled: nothing was sampled."""
 
 
-class VllmEngine:
-    """Samples whole groups with vLLM; see `Engine`. `GroupRequest.budgets` and `.observe` are not followed."""
+class VllmEngine(Engine):
+    """Samples whole groups with vLLM. It is always dense; `GroupRequest.budgets` and `.observe` are not followed."""
 
     name = "vllm"
 
@@ -47,8 +46,7 @@ class VllmEngine:
         """
         vllm = import_vllm()
         check_device(vllm, policy.device)
-        self._policy = policy
-        self._options = options
+        super().__init__(policy, options)
         self._step = 0
         self._names = itertools.count()
         self._sleeps = sleeps(vllm)
@@ -61,38 +59,22 @@ class VllmEngine:
         self._final_only = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         cache = f"{plan.size / 2**20:,.0f} MiB of cache"
         kept = "given back while learning" if self._sleeps else "kept while learning, as is its copy of the weights"
-        self.choices: tuple[str, ...] = (
-            f"engine vllm: vLLM {vllm.__version__}, dense, up to {plan.context:,} tokens a sequence; {cache}, {kept}",
-        )
+        self.choices = (f"engine vllm: vLLM {vllm.__version__}, dense, up to {plan.context:,} tokens a sequence; {cache}, {kept}",)
 
     def policy_updated(self, step: int) -> None:
         """The next `generate` hands over the weights of `step` before it samples."""
         self._step = step
         self._llm.collective_rpc("forget_policy_weights")
 
-    def state(self) -> dict[str, Any]:
-        """Nothing: a completion depends on the weights and its seed."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Nothing to take up."""
-
-    def generate(
-        self, requests: Sequence[GroupRequest], *, seed: int, temperature: float, max_new_tokens: int, dense: bool = True
-    ) -> Rollout:
-        """Sample every group to its end; it is always dense.
-
-        The report's `decode_steps` are vLLM's steps, in which prompts are computed too: it tells no time for prompts (`prefill_seconds` is
-        0) and no preemptions (0). `slot_idle_share` counts the slots that the unfinished completions cannot fill, and does not see those
+    def _generate(self, requests: Sequence[GroupRequest], seed: int, temperature: float, max_new_tokens: int, dense: bool) -> Rollout:
+        """The report's `decode_steps` are vLLM's steps, in which prompts are computed too: it tells no time for prompts (`prefill_seconds`
+        is 0) and no preemptions (0). `slot_idle_share` counts the slots that the unfinished completions cannot fill, and does not see those
         that wait for cache.
 
         Raises:
-            ValueError: an empty prompt, a group of size 0, or a prompt that leaves no room for `max_new_tokens` in what vLLM's cache holds.
             VllmError: vLLM computes another model than the policy is; found at the first call.
-            FloatingPointError: the model's log-probs are not finite.
             StaleWeights: vLLM's worker does not hold the weights of the policy's step.
         """
-        check_requests(requests, max_new_tokens, self._context)
         started = time.perf_counter()
         self._wake()
         if self._held_step() != self._step:
@@ -106,7 +88,16 @@ class VllmEngine:
             self._prove()
         work = self._sample(requests, seed, temperature, max_new_tokens)
         self._sleep()
-        return _collect(requests, work, min(self._options.max_batch, len(work.ends)), time.perf_counter() - started)
+        completions = [completion for _, completion in sorted(work.completions.items())]
+        report = RolloutReport(
+            tokens=sum(map(len, completions)),
+            seconds=time.perf_counter() - started,
+            slot_idle_share=work.idle / (min(self._options.max_batch, len(completions)) * work.steps),
+            straggler_seconds=straggler_seconds(requests, [end for _, end in sorted(work.ends.items())]),
+            prefill_tokens=work.prompt_tokens,
+            decode_steps=work.steps,
+        )
+        return Rollout(by_group(requests, completions), report)
 
     def _held_step(self) -> int | None:
         """The policy step whose weights the worker says it has."""
@@ -132,13 +123,9 @@ class VllmEngine:
             sampled = list(self._sample([request], seed=0, temperature=1.0, max_new_tokens=8).completions.values())
         except RuntimeError as error:  # some limits of its kernels show in the first step only
             raise cannot_run(self._policy, error) from error
-        model = self._policy.model
-        training = model.training
-        model.eval()
         with torch.inference_mode():
             prompt = torch.from_numpy(request.prompt)
-            own = completion_logprobs(model, [(prompt, torch.from_numpy(completion.tokens)) for completion in sampled])
-        model.train(training)
+            own = completion_logprobs(self._policy.model, [(prompt, torch.from_numpy(completion.tokens)) for completion in sampled])
         difference = np.abs(torch.cat(own).cpu().numpy() - np.concatenate([completion.logprobs for completion in sampled])).mean()
         if not difference <= _FAR:
             raise VllmError(
@@ -163,15 +150,14 @@ class VllmEngine:
         """One request a completion, so that each has a seed of its own; vLLM shares whole pages of equal prompts."""
         engine = self._llm.llm_engine
         work = _Work()
-        waiting: dict[str, tuple[int, int]] = {}
+        waiting: dict[str, int] = {}
         added: list[str] = []
         try:
-            for index, request in enumerate(requests):
-                prompt = {"prompt_token_ids": request.prompt.tolist()}
-                for member, own_seed in enumerate(completion_seeds(seed, request).tolist()):
-                    name = str(next(self._names))
-                    waiting[name] = index, member
-                    added.append(engine.add_request(name, prompt, self._params(own_seed, temperature, max_new_tokens)))
+            prompts = [prompt for request in requests for prompt in [{"prompt_token_ids": request.prompt.tolist()}] * request.size]
+            for owner, (prompt, own_seed) in enumerate(zip(prompts, completion_seeds(requests, seed).tolist(), strict=True)):
+                name = str(next(self._names))
+                waiting[name] = owner
+                added.append(engine.add_request(name, prompt, self._params(own_seed, temperature, max_new_tokens)))
             slots = min(self._options.max_batch, len(waiting))
             while waiting:
                 work.idle += slots - min(slots, len(waiting))
@@ -205,21 +191,20 @@ class VllmEngine:
 
 
 class _Work:
-    """What a call has sampled; completions and the times of their ends by (request, member)."""
+    """What a call has sampled; completions and the times of their ends by their place in the order of the requests and members."""
 
     def __init__(self) -> None:
-        self.completions: dict[tuple[int, int], Completion] = {}
-        self.ends: dict[tuple[int, int], float] = {}
+        self.completions: dict[int, Completion] = {}
+        self.ends: dict[int, float] = {}
         self.steps = 0
         self.idle = 0
         """Slot-steps without a completion that could fill the slot."""
         self.prompt_tokens = 0
 
 
-def completion_seeds(seed: int, request: GroupRequest) -> NDArray[np.int64]:
-    """(G,) seeds in [0, 2^63): a hash of the seed, the group's key and the completion's index."""
-    keys = np.full(request.size, request.key % 2**64, dtype=np.uint64)
-    return (streams(seed, keys, np.arange(request.size, dtype=np.uint64)) >> np.uint64(1)).astype(np.int64)
+def completion_seeds(requests: Sequence[GroupRequest], seed: int) -> NDArray[np.int64]:
+    """The seed in [0, 2^63) of each of N completions, (N,): a hash of the seed, the group's key and the completion's index."""
+    return (completion_streams(requests, seed) >> np.uint64(1)).astype(np.int64)
 
 
 def _completion(output: Any) -> Completion:
@@ -236,20 +221,3 @@ def _completion(output: Any) -> Completion:
             "the model's logits are not finite: its weights have diverged. Resume from an earlier checkpoint with a lower learning rate."
         )
     return Completion(tokens, logprobs, _FINISHES[output.finish_reason])
-
-
-def _collect(requests: Sequence[GroupRequest], work: _Work, slots: int, seconds: float) -> Rollout:
-    straggling = 0.0
-    for index, request in enumerate(requests):
-        ends = sorted(work.ends[index, member] for member in range(request.size))
-        straggling += ends[-1] - ends[(request.size - 1) // 2]
-    report = RolloutReport(
-        tokens=sum(map(len, work.completions.values())),
-        seconds=seconds,
-        slot_idle_share=work.idle / (slots * work.steps),
-        straggler_seconds=straggling,
-        prefill_tokens=work.prompt_tokens,
-        decode_steps=work.steps,
-    )
-    groups = tuple(tuple(work.completions[index, member] for member in range(request.size)) for index, request in enumerate(requests))
-    return Rollout(groups=groups, report=report)

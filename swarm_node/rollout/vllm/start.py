@@ -123,6 +123,8 @@ def plan_cache(policy: Policy, options: RolloutOptions, returned: bool) -> Cache
     """As much as `max_batch` completions of the whole context need, or as the memory allows: `cache_gib`, else a share of what is free.
 
     Args:
+        policy: Its architecture, type and context.
+        options: `cache_gib` and `max_batch`.
         returned: Whether the memory is given back while learning.
 
     Raises:

@@ -60,7 +60,7 @@ def _pack_tied_again(model: nn.Module) -> None:
     """An LM head tied to the embeddings is loaded through them, and its own packed copy of the matrix, on a CPU, is then the old one."""
     owners: dict[int, list[Any]] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and hasattr(module, "quant_method"):
             owners.setdefault(id(weight), []).append(module)
     for modules in owners.values():

@@ -344,7 +344,7 @@ def test_known_shapes_have_as_many_parameters_as_their_models() -> None:
 
 @pytest.fixture
 def run(small_buffers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments: object) -> tuple[int | str, str, str]:
         monkeypatch.setattr(sys, "argv", ["swarm-node", "bench", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
             cli.main()

@@ -14,11 +14,13 @@ from swarm_protocols.group import Finish
 
 from swarm_node.control.options import SagcOptions
 from swarm_node.experiments.sagc import study
+from swarm_node.experiments.sagc.bandit import bandit_study
 from swarm_node.experiments.sagc.mixed_levels import MixedLevels
 from swarm_node.experiments.sagc.over_sampling import OverSamplingEngine, first_to_finish
 from swarm_node.experiments.sagc.recorded import RecordedTrace, recorded_trace
 from swarm_node.experiments.sagc.report import render
 from swarm_node.experiments.sagc.tables import kept_length, posterior_error, seconds_to, summary, target_accuracy, training_rows
+from swarm_node.experiments.sagc.traces import trace_study
 from swarm_node.experiments.sagc.training import TrainingSpec, train
 from swarm_node.experiments.workers import ExperimentError, Job, finished, run_jobs
 from swarm_node.policy.loading import load_policy
@@ -41,7 +43,8 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def run() -> dict[str, Any]:
-    return json.loads(json.dumps(train(SPEC)))
+    recorded: dict[str, Any] = json.loads(json.dumps(train(SPEC)))
+    return recorded
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------------------
@@ -181,8 +184,8 @@ def test_a_failed_run_says_what_it_said(tmp_path: Path, worker: str) -> None:
 
 def _made_up(label: str, accuracy: float, seconds: float, length: float = 20.0, seed: int = 0) -> dict[str, Any]:
     """A run of 2 steps of `seconds` each, whose accuracy rises from .2 to `accuracy` in the second one."""
-    step = {"log2_g": 3.0, "rate": 0.5, "multiplier": 1.0, "infeasible": False, "seconds": seconds, "wall": 2 * seconds, "reward": 0.5}
-    step |= {"length": length, "information": 28.0, "posterior": {"8": 0.25, "16": 0.5}}
+    step: dict[str, Any] = {"length": length, "information": 28.0, "posterior": {"8": 0.25, "16": 0.5}}
+    step |= {"log2_g": 3.0, "rate": 0.5, "multiplier": 1.0, "infeasible": False, "seconds": seconds, "wall": 2 * seconds, "reward": 0.5}
     probes = [
         {"step": at, "seconds": at * seconds, "wall": 2 * at * seconds, "accuracy": found, "length": 20.0, "truth": {"8": 0.5, "16": 0.5}}
         for at, found in enumerate((0.2, 0.2, accuracy))
@@ -235,8 +238,8 @@ def test_kept_length_compares_what_was_trained_on_with_what_the_policy_writes() 
 def results(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The study with its training runs given, so that only the simulations are done."""
     out = tmp_path_factory.mktemp("out")
-    short = study.bandit_study({"paper": SagcOptions()}, steps=40, seeds=2)
-    traces = study.trace_study(20, 1)
+    short = bandit_study({"paper": SagcOptions()}, steps=40, seeds=2)
+    traces = trace_study(20, 1)
     with pytest.MonkeyPatch.context() as patch:
         runs = [{**run, "spec": {**run["spec"], "label": label}} for label in ("SAGC", "over-sampling 8 of 12")]
         fixed = {**run, "spec": {**run["spec"], "label": "fixed 16", "control": {"group_size": 16}}}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from swarm_protocols.limits import DEFAULT_LIMITS
 from swarm_protocols.messages import Announcement, GroupMessage, Ignored, encode_message
 from swarm_protocols.reject import Reason, Rejected
 
+from swarm_node.network.admission.cheap import MAX_RUNS, NEW_LIFE, SenderHistory
 from swarm_node.network.admission.halves import CheapAdmission, FullAdmission
 from swarm_node.network.admission.options import AdmissionOptions
-from swarm_node.network.admission.recent import Recent, SeenDigests
-from swarm_node.tasks.assignment import MAX_SLOTS
+from swarm_node.network.admission.quota import Quota
+from swarm_node.network.admission.recent import SeenDigests
+from swarm_node.network.admission.rules import AdmissionRules
+from swarm_node.tasks.assignment import EVERYBODY, MAX_SLOTS, assigned_index
 from swarm_node.tasks.base import TaskError
 from tests.support.group_samples import PROMPT, STOP, VOCAB, sample_completion, sample_group
 
@@ -94,7 +98,7 @@ def test_a_malformed_body_is_refused_with_its_reason_counted(change: Callable[[b
 def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
     clock, bodies = Clock(), [body_of(number) for number in range(11)]
     costs = {"groups": 10, "tokens": 10 * 115, "bytes": sum(map(len, bodies[:10]))}
-    admission = cheap(clock, **{f"{kind}_per_minute": costs[kind]})
+    admission = cheap(clock, None, **{f"{kind}_per_minute": costs[kind]})
     for body in bodies[:10]:
         admission.admit("alice", body)
     assert reason_of(admission.admit, "alice", bodies[10]) == Reason.OVER_QUOTA
@@ -102,6 +106,19 @@ def test_a_sender_over_its_quota_waits_and_others_do_not(kind: str) -> None:
     clock.now += 12  # a fifth of a minute: room for two
     admission.admit("alice", body_of(11))
     assert admission.rejections == {"over_quota": 1}
+
+
+def test_a_quota_refills_in_a_minute_and_holds_no_more_than_that() -> None:
+    clock = Clock()
+    quota = Quota(AdmissionOptions(tokens_per_minute=600), clock)
+    quota.take("alice", tokens=600)
+    clock.now += 30
+    with pytest.raises(Rejected, match="301 tokens with 300 left of 600 a minute"):
+        quota.take("alice", tokens=301)
+    quota.take("alice", tokens=300)
+    clock.now += 3600
+    with pytest.raises(Rejected, match="601 tokens with 600 left"):
+        quota.require("alice", tokens=601)
 
 
 def test_refused_groups_count_against_the_quota() -> None:
@@ -157,6 +174,63 @@ def test_groups_may_overtake_each_other_within_the_window_and_older_ones_are_rep
     admission.admit("alice", body_of(2_000_000_000))  # a restart starts from the clock
 
 
+def outcomes(admission: CheapAdmission, bodies: Iterable[bytes]) -> list[str]:
+    return [reason.value if (reason := reason_of_or_none(admission, "alice", body)) else "admitted" for body in bodies]
+
+
+@pytest.mark.parametrize(("first", "sent"), [(1, 40), (1, 100), (9800, 200), (9990, 100), (10_000, 200), (10_030, 100)])
+def test_a_sender_that_lost_its_checkpoint_and_whose_clock_went_back_is_taken_again(first: int, sent: int) -> None:
+    """Numbers from 10,000 before, at policy steps from 500; then from `first`, at steps from 0."""
+    admission = cheap()
+    assert set(outcomes(admission, (body_of(10_000 + number, step=500 + number // 8) for number in range(sent)))) == {"admitted"}
+    again = outcomes(admission, (body_of(first + number, step=number // 8, group_size=5) for number in range(300)))
+    assert again.index("admitted") <= 64
+    assert set(again[again.index("admitted") :]) == {"admitted"}
+
+
+def test_numbers_whose_bodies_are_forgotten_stay_refused_and_those_beside_them_do_not() -> None:
+    admission = cheap(digests_per_sender=16, reorder_window=8)
+    for number in range(10_000, 10_100):
+        admission.admit("alice", body_of(number))
+    again = outcomes(admission, (body_of(number, group_size=5) for number in range(10_000, 10_200)))
+    # 10,084 is the oldest whose digest is remembered; every later one is provably new, and the 32nd of those begins the new life.
+    assert again == ["replay"] * (84 + 15) + ["replay"] + ["admitted"] * 100
+
+
+def test_no_body_is_ever_admitted_twice_whatever_is_repeated_and_however_little_is_remembered() -> None:
+    """Three lives of one sender, the second behind the first; everything that was sent is repeated again and again, in bursts."""
+    draws = np.random.default_rng(3)
+    admission = cheap(digests=12, digests_per_sender=8, reorder_window=4)
+    admitted: Counter[bytes] = Counter()
+    sent: list[bytes] = []
+    for start in (100_000, 50_000, 200_000):
+        for number in range(80):
+            sent.append(body_of(start + number))
+            repeated = [sent[index] for index in draws.integers(0, len(sent), int(draws.integers(0, 12)))]
+            for body in [sent[-1], *repeated, *sent[:40]]:
+                if reason_of_or_none(admission, "alice", body) is None:
+                    admitted[body] += 1
+    assert set(admitted.values()) == {1}
+    fresh = [body in admitted for body in sent]
+    assert fresh[:80] == [True] * 80
+    assert fresh[80:160] == [False] * (NEW_LIFE - 1) + [True] * (80 - NEW_LIFE + 1)
+    assert fresh[160:] == [True] * 80
+
+
+def test_runs_of_forgotten_numbers_stay_few_and_exact_where_it_matters() -> None:
+    history = SenderHistory()
+    for life in range(10):
+        for number in range(1000):
+            history.forget(life * 10**9 + number)
+    assert len(history.forgotten) <= MAX_RUNS
+    assert all(history.has_forgotten(life * 10**9 + number) for life in range(10) for number in (0, 1, 500, 999))
+    assert not any(history.has_forgotten(life * 10**9 + number) for life in range(10) for number in (-1, 1000, 5 * 10**8))
+    for number in range(1000):
+        history.forget(-(10**12) * (number + 1))
+    assert len(history.forgotten) <= MAX_RUNS
+    assert all(history.has_forgotten(-(10**12) * (number + 1)) for number in range(1000))
+
+
 def test_staleness_is_counted_from_the_same_senders_newest_step() -> None:
     admission = cheap(staleness_steps=10)
     admission.admit("alice", body_of(1, step=500))
@@ -196,6 +270,24 @@ def test_a_problem_must_be_the_one_that_its_sender_was_given() -> None:
     assert asked[0] == ("alice", ProblemRef("chain-sum:2", 7, 1234), 12)
 
 
+def test_a_swarm_s_rules_assign_problems_of_its_own_stream_alone() -> None:
+    index = assigned_index("alice", 12, 3, 7)
+    for shared, owner, seed, good in [
+        (False, "alice", 7, True),
+        (False, "bob", 7, False),
+        (False, "alice", 8, False),  # whoever may choose the stream may choose the problem
+        (True, "alice", 7, False),
+        (True, EVERYBODY, 7, True),
+    ]:
+        problem = {"index": assigned_index(owner, 12, 3, 7) if shared else index, "seed": seed}
+        sender = "mallory" if shared else owner
+        admission = AdmissionRules(("chain-sum:2",), 7, shared_problems=shared).build(Clock())
+        if good:
+            admission.admit(sender, body_of(1, **problem))
+        else:
+            assert reason_of(admission.admit, sender, body_of(1, **problem)) == Reason.NOT_ASSIGNED
+
+
 # -- messages
 
 
@@ -219,6 +311,12 @@ def test_a_known_body_or_one_over_quota_is_not_worth_pulling() -> None:
     assert reason_of(admission.admit_announcement, "bob", announce(body_of(1))) == Reason.DUPLICATE
     assert reason_of(admission.admit_announcement, "alice", announce(body_of(2))) == Reason.OVER_QUOTA
     admission.admit_announcement("bob", announce(body_of(2)))
+
+
+def test_an_announced_size_is_held_against_the_bytes_that_are_left() -> None:
+    admission = cheap(bytes_per_minute=2000)
+    admission.admit_announcement("alice", Announcement(bytes(32), 2000, 4, 5, ""))
+    assert reason_of(admission.admit_announcement, "alice", Announcement(bytes(32), 2001, 4, 5, "")) == Reason.OVER_QUOTA
 
 
 def test_a_flood_of_announcements_is_over_quota() -> None:
@@ -317,8 +415,8 @@ def hostile_high_plane(body: bytes, value: bytes) -> bytes:
     fields = msgpack.unpackb(body[3:size])
     columns = body[size : len(body) - fields[18][-1]]
     fields[18][-1] = fields[15]
-    header = msgpack.packb(fields)
-    return body[:1] + len(header).to_bytes(2, "little") + header + columns + value * fields[15]
+    header: bytes = msgpack.packb(fields)
+    return body[:1] + len(header).to_bytes(2, "little") + header + columns + value * int(fields[15])
 
 
 def test_honest_extremes_pass() -> None:
@@ -351,21 +449,20 @@ def test_short_answers_may_coincide() -> None:
 # -- memory
 
 
-def test_memories_stay_bounded_and_forget_the_oldest() -> None:
-    recent: Recent[int, int] = Recent(3)
-    for key in (1, 2, 3, 1, 4):
-        recent.put(key, key)
-    assert [key in recent for key in (1, 2, 3, 4)] == [True, False, True, True]
-
-
-def test_one_sender_cannot_flush_the_digests_of_others() -> None:
-    seen = SeenDigests(capacity=10, per_sender=4, senders=5)
-    seen.add("alice", b"alice")
+def test_one_sender_cannot_flush_the_digests_of_others_and_what_is_forgotten_is_told() -> None:
+    told: list[tuple[str, int]] = []
+    seen = SeenDigests(capacity=10, per_sender=4, senders=5, forgotten=lambda *body: told.append(body))
+    seen.add("alice", b"alice", 7)
     for number in range(100):
-        seen.add("mallory", bytes([number]))
+        seen.add("mallory", bytes([number]), number)
     assert b"alice" in seen
     assert len(seen) == 5
     assert [bytes([number]) in seen for number in (95, 96, 99)] == [False, True, True]
+    assert told == [("mallory", number) for number in range(96)]
+    for number in range(6):
+        seen.add(f"peer-{number}", bytes([200 + number]), number)
+    assert b"alice" not in seen
+    assert told[96:] == [("alice", 7)]
 
 
 def test_a_flood_of_identities_and_groups_does_not_grow_memory() -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from swarm_node.logs import QUIET
 from swarm_node.network.children.frames import MAX_FRAME, Frame, FrameError, frame_length, pack_frame, read_frame, unpack_frame
 from swarm_node.network.children.supervisor import Child
-from tests.support.live_network import await_condition
+from tests.support.waiting import await_condition
 
 ECHO = """
 import subprocess, sys, socket
@@ -29,6 +32,8 @@ connection.sendall(pack_frame("grandchild", grandchild.pid))
 while (frame := read_frame(connection)) is not None and frame[0] != "stop":
     if frame[0] == "crash":
         raise RuntimeError("the reason why")
+    if frame[0] == "crash together":
+        raise ExceptionGroup("at once", [RuntimeError("the reason why")])
     if frame[0] == "nonsense":
         connection.sendall(b"\\xff" * 100)
     if frame[0] != "deaf":
@@ -59,19 +64,23 @@ def test_frames_go_both_ways_and_the_opening_comes_first(tmp_path: Path, monkeyp
     assert frames[1:] == [["echo", "hello", 1], ["echo", "body", body, ["a", {"b": 1.5}]]]
 
 
+@pytest.mark.parametrize("crash", ["crash", "crash together"])
 def test_a_crash_is_shown_and_the_process_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, crash: str
 ) -> None:
     frames: list[Frame] = []
     with child(tmp_path, monkeypatch, frames.append) as supervised:
         await_condition(lambda: ["echo", "hello", 1] in frames, "the first life")
         first = supervised.pid
-        supervised.send("crash")
+        supervised.send(crash)
         await_condition(lambda: frames.count(["echo", "hello", 1]) == 2, "the second life gets its opening")
         assert supervised.restarts == 1
         assert supervised.pid != first
-        assert supervised.last_words[-1] == "RuntimeError: the reason why"
-        assert "echo | RuntimeError: the reason why" in caplog.text
+        assert any(line.endswith("RuntimeError: the reason why") for line in supervised.last_words)
+        assert "the echo process ended (RuntimeError: the reason why); it starts again" in caplog.text
+        told = [record for record in caplog.records if record.getMessage().startswith("echo | ")]
+        assert len(told) == len(supervised.last_words)
+        assert all(record.name.startswith(QUIET.name) for record in told), "a terminal is shown no traceback"
         assert supervised.trouble == ""
 
 
@@ -110,6 +119,21 @@ def test_a_child_that_does_not_read_costs_bounded_memory_and_is_ended_in_time(tm
         await_condition(lambda: not _alive(deaf), "it ended")
 
 
+def test_what_a_child_has_read_makes_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[Frame] = []
+
+    def is_echoed(number: int) -> bool:
+        return any(frame[1:3] == ["body", number] for frame in frames)
+
+    with child(tmp_path, monkeypatch, frames.append, queue_bytes=300_000) as supervised:
+        for number in range(8):
+            supervised.send("body", number, bytes(100_000))
+            await_condition(partial(is_echoed, number), f"body {number} is echoed")
+        for _ in range(2):  # together below the bound
+            supervised.send("body", 8, bytes(100_000))
+        assert supervised.dropped == 0
+
+
 def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
     supervised = Child("missing", "swarm_node.no_such_module", lambda frame: None, list, backoff_s=30)
     supervised.start()
@@ -118,6 +142,35 @@ def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert "restarting in" in supervised.trouble
     finally:
         supervised.close(timeout_s=0.5)
+
+
+class Pauses(threading.Event):
+    """Set after five waits, which take no time and are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        if len(self.seconds) == 5:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize(("healthy_s", "pauses"), [(float("inf"), [0.5, 1.0, 2.0, 3.0, 3.0]), (0.0, [0.5] * 5)])
+def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_healthy_life(
+    monkeypatch: pytest.MonkeyPatch, healthy_s: float, pauses: list[float]
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
+    supervised = Child("idle", "swarm_node.no_such_module", lambda frame: None, list, backoff_s=0.5, backoff_max_s=3, healthy_s=healthy_s)
+    monkeypatch.setattr(supervised, "_run_once", lambda: None)
+    closing = Pauses()
+    monkeypatch.setattr(supervised, "_closing", closing)
+    supervised._supervise()
+    assert closing.seconds == pauses
+    assert supervised.restarts == 4
 
 
 def test_closing_before_starting_is_allowed() -> None:
@@ -156,6 +209,6 @@ def test_a_frame_arrives_whole_in_pieces_and_not_at_all_when_the_sender_dies() -
 
 def _alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

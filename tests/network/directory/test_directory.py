@@ -17,7 +17,8 @@ import pytest
 from swarm_node.network.directory.records import EXPIRY_S, MAX_RECORD, SHARDS, Entry, OwnerValidator, shard_key, shard_of, unpack_entry
 from swarm_node.network.identity import Identity, load_or_create
 from swarm_node.network.live import Libp2pGossip
-from tests.support.live_network import await_condition, await_peers, exchange, node
+from tests.support.live_network import await_peers, exchange, node
+from tests.support.waiting import await_condition
 
 NOW = 1_000_000.0
 ALICE, BOB = Identity(bytes(range(32))), Identity(bytes(range(1, 33)))
@@ -79,7 +80,7 @@ print("torch" in sys.modules, "libp2p" in sys.modules, node.DHTNode.__name__)
     assert done.stdout.split() == [str(torch), "False", "DHTNode"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
     """As hivemind hands it to a validator."""
 

@@ -87,7 +87,7 @@ def test_addresses_that_nobody_configured_are_forgotten_in_the_end() -> None:
     for attempt in range(FORGET_AFTER):
         for target in plan.due(1e6 * (attempt + 1), (), 8):
             plan.failed(target, "refused", 1e6 * (attempt + 1))
-    assert [target.address.peer for target in plan.targets] == [PEERS[1]]
+    assert [target.address.peer for target in plan.due(1e9, (), 8)] == [PEERS[1]]
 
 
 def test_an_address_without_a_peer_id_is_that_of_whoever_answered() -> None:
@@ -102,7 +102,7 @@ def test_an_address_without_a_peer_id_is_that_of_whoever_answered() -> None:
 def test_a_node_never_dials_itself() -> None:
     plan = dialler(longest=60)
     plan.add(Address("ip4", "192.0.2.1", 1, OWN), Source.CONFIGURED, 0)
-    assert plan.targets == []
+    assert plan.next_due(()) is None
     plan.add(address(None), Source.CONFIGURED, 0)  # a name that turns out to be this node's
     (target,) = plan.due(1, (), 8)
     plan.succeeded(target, OWN, 1)
@@ -116,8 +116,24 @@ def test_the_table_is_bounded_and_configured_addresses_stay() -> None:
     plan.add(address(0), Source.CONFIGURED, 0)
     for port in range(2, 2 * MAX_TARGETS):
         plan.add(address(1, port), Source.FOUND, 0)
-    assert len(plan.targets) == MAX_TARGETS
-    assert plan.targets[0].source is Source.CONFIGURED
+    known = [target for _ in range(2 * MAX_TARGETS) for target in plan.due(1, (), 8)]  # each once, busy from then on
+    assert len(known) == MAX_TARGETS
+    assert known[0].source is Source.CONFIGURED
+
+
+def test_in_a_full_table_only_an_address_that_failed_makes_room() -> None:
+    plan = dialler()
+    for port in range(MAX_TARGETS):
+        plan.add(address(1, port), Source.FOUND, 0)
+    plan.add(address(2), Source.FOUND, 0)
+    assert all(target.address.peer == PEERS[1] for target in plan._targets.values())
+    (target,) = plan.due(1, (), 1)
+    plan.add(address(2), Source.FOUND, 1)  # it is being dialled
+    plan.failed(target, "refused", 1)
+    plan.add(address(2), Source.FOUND, 1)
+    assert [other.address for other in plan._targets.values() if other.address.peer != PEERS[1]] == [address(2)]
+    assert target not in plan._targets.values()
+    assert len(plan._targets) == MAX_TARGETS
 
 
 def test_words_say_what_is_waited_for() -> None:

@@ -22,14 +22,17 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.stream_muxer.exceptions import MuxedStreamError
-from swarm_protocols.messages import Announcement
+from swarm_protocols.messages import Announcement, encode_message
 
+from swarm_node.network.admission.halves import CheapAdmission
+from swarm_node.network.intake import Held, Intake
 from swarm_node.network.libp2p.guard import PeerGuard
 from swarm_node.network.libp2p.hardening import is_breakage
-from swarm_node.network.libp2p.pull import CHUNK_BYTES, Held, PullError, Server, fetch
-from swarm_node.network.libp2p.puller import Puller, Wanted
+from swarm_node.network.libp2p.pull import CHUNK_BYTES, PullError, Server, fetch
+from swarm_node.network.libp2p.puller import Puller
 from swarm_node.network.libp2p.router import BoundedMessageCache, Router
 from swarm_node.network.options import NetworkOptions
+from tests.support.waiting import HANG_S
 
 
 def message(number: int, size: int = 1000) -> rpc_pb2.Message:
@@ -95,7 +98,7 @@ def test_an_error_in_one_heartbeat_does_not_end_the_beating() -> None:
     router.mesh["t"] = set()
 
     async def beat() -> None:
-        with trio.move_on_after(5):
+        with trio.move_on_after(HANG_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(router.heartbeat)
                 while guard.counts["heartbeat"] < 3:
@@ -247,31 +250,71 @@ def test_a_holder_that_dribbles_is_given_up_on_the_whole() -> None:
     assert trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0)) == pytest.approx(17)
 
 
-def test_all_workers_pull_and_at_most_two_bodies_of_one_announcer(monkeypatch: pytest.MonkeyPatch) -> None:
-    puller = Puller(None, PeerGuard(), random.Random(0), 1.0, lambda wanted, body: None)  # type: ignore[arg-type]
-    began: list[tuple[str, float]] = []
+class Neighbours:
+    """A host that is connected to these peers, by one name each."""
 
-    async def pull_slowly(wanted: Wanted) -> None:
-        began.append((wanted.sender, trio.current_time() - start))
-        await trio.sleep(100 if wanted.sender == "slow" else 1)
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
 
-    monkeypatch.setattr(puller, "_pull", pull_slowly)
+    def peers(self) -> list[str]:
+        return self.names
+
+
+def run_puller(
+    monkeypatch: pytest.MonkeyPatch, announcers: list[str], seconds: float, deliver: Callable[[str], float | None]
+) -> tuple[Intake, list[tuple[str, float]]]:
+    """Announce a body of each announcer to a puller and let time pass; `deliver` says after how many seconds a holder does, if it does.
+
+    Returns the intake, and who was asked when.
+    """
+    admission = CheapAdmission(tasks=(), assigned=lambda sender, problem, step: True)
+    intake = Intake("me", NetworkOptions(), admission, lambda sender, body: None)
+    asked: list[tuple[str, float]] = []
+    start = 0.0
+
+    async def pull_from(holder: str, announcement: Announcement) -> bytes:
+        asked.append((holder, trio.current_time() - start))
+        if (needed := deliver(holder)) is None:
+            raise PullError("the holder has not got it")
+        await trio.sleep(needed)
+        return b""
 
     async def run() -> None:
         nonlocal start
+        puller = Puller(Neighbours(*dict.fromkeys(announcers)), PeerGuard(), random.Random(0), 1.0, intake)  # type: ignore[arg-type]
+        monkeypatch.setattr(puller, "_pull_from", pull_from)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(puller.run)
             await trio.testing.wait_all_tasks_blocked()
             start = trio.current_time()
-            for number, sender in enumerate(["slow"] * 5 + ["one", "two", "three"]):
-                puller.want(Wanted(sender, sender, Announcement(bytes([number]) * 32, 1, 2, 2, "")))
-            await trio.sleep(150)
+            for number, sender in enumerate(announcers):
+                assert intake.hear(sender, sender, encode_message(Announcement(bytes([number]) * 32, 1, 2, 2, "")))
+                puller.wake()
+            await trio.sleep(seconds)
             nursery.cancel_scope.cancel()
 
-    start = 0.0
     trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert sorted(began[:4]) == [("one", 0), ("slow", 0), ("slow", 0), ("two", 0)]
-    assert began[4:] == [("three", 1), ("slow", 100), ("slow", 100)]
+    return intake, asked
+
+
+def test_four_bodies_are_pulled_at_once_and_two_of_one_announcer(monkeypatch: pytest.MonkeyPatch) -> None:
+    announcers = ["slow"] * 5 + ["one", "two", "three"]
+    intake, asked = run_puller(monkeypatch, announcers, 150, lambda holder: 100 if holder == "slow" else 1)
+    assert sorted(asked[:4]) == [("one", 0), ("slow", 0), ("slow", 0), ("two", 0)]
+    assert asked[4:] == [("three", 1), ("slow", 100), ("slow", 100)]
+    assert intake.pulled == 5
+
+
+def test_who_does_not_deliver_is_asked_again_after_pauses_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    intake, asked = run_puller(monkeypatch, ["alice"], 10, lambda holder: None)
+    assert asked == [("alice", 0), ("alice", 0.5), ("alice", 1.5)]
+    assert (intake.pull_failures, intake.pulled) == (1, 0)
+
+
+def test_the_next_holder_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    intake, asked = run_puller(monkeypatch, ["gone", "there"], 10, lambda holder: None if holder == "gone" else 1)
+    assert sorted(asked) == [("gone", 0), ("there", 0), ("there", 0)]
+    assert (intake.pull_failures, intake.pulled) == (0, 2)
 
 
 def serve(held: Held, request: bytes, **options: int) -> Pipe:
@@ -294,15 +337,3 @@ def test_the_server_answers_in_chunks_and_closes() -> None:
     with pytest.raises(trio.TooSlowError):
         serve(held, NAME[:31])
     assert serve(held, NAME, per_peer=0).written == bytes(4)
-
-
-def test_held_bodies_are_bounded_and_the_oldest_go() -> None:
-    held = Held(max_bytes=3000)
-    for number in range(5):
-        held.add(bytes([number]), bytes(1000))
-        held.add(bytes([2]), bytes(1000))  # asked for again: stays
-    assert held.bytes == 3000
-    assert [held.get(bytes([number])) is not None for number in range(5)] == [False, False, True, True, True]
-    held.add(b"large", bytes(9000))
-    assert len(held) == 1
-    assert held.get(b"large") is not None

@@ -45,7 +45,7 @@ def test_prompts_have_the_length_that_was_asked_for_and_end_with_an_open_questio
         assert prompt.dtype == np.int32
         assert len(prompt) == length
         assert np.array_equal(prompt, SolvedProblems(tokenizer).prompt("search", 5, length))
-    text = tokenizer.decode(prompts.prompt("search", 5, 3000))
+    text = str(tokenizer.decode(prompts.prompt("search", 5, 3000)))
     assert text.endswith("nswer<pad>")  # these characters alone have no colon
     assert not np.array_equal(prompts.prompt("search", 5, 500), prompts.prompt("search", 6, 500))
     assert not np.array_equal(prompts.prompt("search", 5, 500), prompts.prompt("held-out", 5, 500))

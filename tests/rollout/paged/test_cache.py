@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +15,9 @@ from swarm_kernels.layout import PageLayout, gather
 from swarm_kernels.naive.append import append
 from torch import Tensor
 
-from swarm_node.rollout.paged.cache import CachedSequence, OutOfPages, PagedCache, StaleSequence
+from swarm_node.rollout.engine import GroupRequest
+from swarm_node.rollout.options import RolloutOptions
+from swarm_node.rollout.paged.cache import CachedSequence, OutOfPages, PagedCache, StaleSequence, cache_pages
 
 
 def make_cache(pages: int, layers: int = 1) -> PagedCache:
@@ -140,6 +145,15 @@ def test_slots_outside_a_sequence_are_refused() -> None:
     cache = make_cache(pages=4)
     with pytest.raises(ValueError, match=r"tokens \[0, 21\) of a sequence with slots for 20"):
         cache.slots(cache.open(20), 0, 21)
+
+
+def test_without_a_size_of_its_own_the_cache_takes_two_fifths_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_cache(pages=1).layout
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * layout.page_bytes))
+    requests = [GroupRequest(np.zeros(16, np.int32), 50, 0)]  # 50 completions of two pages and one for a copy
+    assert cache_pages(layout, requests, 16, RolloutOptions()) == 40
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000 * layout.page_bytes))
+    assert cache_pages(layout, requests, 16, RolloutOptions()) == 150
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,7 +27,7 @@ from swarm_node.rollout.reference import ReferenceEngine
 from swarm_node.rollout.sparsity.schedule import DENSE, Schedule
 from tests.support.policies import family_model, random_policy
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied head, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "llama, stretched positions": {
@@ -86,7 +86,7 @@ def test_dense_it_samples_what_the_reference_samples(case: str) -> None:
 def test_adapters_of_the_policy_take_part() -> None:
     policy = llama_policy()
     plain = generate(SparseEngine(policy, RolloutOptions()))
-    adapted = get_peft_model(policy.model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+    adapted = get_peft_model(policy.model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tests.support.policies import family_model, random_policy
 HAS_STACK = bool(NativeKernels().library.swarm_has_linear())
 
 
-def adapted_policy(rank: int = 6, **changes: object) -> Policy:
+def adapted_policy(rank: int = 6, **changes: Any) -> Policy:
     """Bfloat16 weights and float32 adapters of some size, as a policy with LoRA has them."""
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM", **changes)
     with torch.random.fork_rng():
@@ -96,7 +97,7 @@ def _hook(layer: nn.Module) -> None:
     [({"lora_dropout": 0.5}, _train), ({}, _merge), ({}, _disable), ({}, _hook), ({"use_dora": True}, None), ({"lora_bias": True}, None)],
     ids=["dropout", "merged", "disabled", "hook", "DoRA", "bias"],
 )
-def test_what_is_more_than_an_adapter_is_called(changes: dict[str, object], touch: Callable[[nn.Module], None] | None) -> None:
+def test_what_is_more_than_an_adapter_is_called(changes: dict[str, Any], touch: Callable[[nn.Module], None] | None) -> None:
     layers = SparseEngine(adapted_policy(**changes), RolloutOptions()).runner.anatomy.layers
     if touch is not None:
         assert layer_weights(layers[1], selects=False) is not None

@@ -95,6 +95,7 @@ def test_replayed_steps_sample_what_computed_ones_sample(
     assert computed.runner._graphs is None
     assert_same(generate(engine), generate(computed))
     recorded, replays = tape.recordings, tape.replays
+    assert engine.runner._graphs is not None
     assert 1 < recorded == len(engine.runner._graphs) < 12
     again = generate(engine)
     assert_same(again, generate(computed))
@@ -106,18 +107,19 @@ def test_new_values_of_weights_and_of_the_adapter_are_seen(graphed: Callable[...
     engine, tape = graphed()
     policy = replace(engine._policy, stop_ids=frozenset({-1}))  # so that every call has the same steps
     engine._policy = policy
-    engine.runner.adapter = adapter = RolloutAdapter(policy.model, rank=2, alpha=2.0, seed=0)
+    adapter = RolloutAdapter(policy.model, rank=2, alpha=2.0, seed=0)
+    engine.wear(adapter)
     first = generate(engine)
     recorded = tape.recordings
     with torch.no_grad():
-        policy.model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+        policy.model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.5)
         for name, factor in adapter.parameters().items():
             factor.add_(0.1 if name.endswith("B") else 0.0)
     engine.policy_updated(1)
     second = generate(engine)
     assert tape.recordings == recorded
     computed = SparseEngine(policy, RolloutOptions())
-    computed.runner.adapter = adapter
+    computed.wear(adapter)
     assert_same(second, generate(computed))
     assert [c.logprobs.tolist() for c in first.groups[0]] != [c.logprobs.tolist() for c in second.groups[0]]
     assert_same(generate(engine, dense=True), generate(computed, dense=True))
@@ -127,8 +129,8 @@ def test_new_values_of_weights_and_of_the_adapter_are_seen(graphed: Callable[...
 def test_recordings_end_with_the_weights_and_the_cache_that_they_read(graphed: Callable[..., tuple[SparseEngine, Tape]]) -> None:
     engine, _ = graphed()
     generate(engine, max_new_tokens=4)
-    projection = engine._policy.model.model.layers[0].mlp.up_proj
-    projection.weight = torch.nn.Parameter(projection.weight * 2)
+    projection = engine._policy.model.get_submodule("model.layers.0.mlp.up_proj")
+    projection.weight = torch.nn.Parameter(projection.get_parameter("weight") * 2)
     assert_same(generate(engine, max_new_tokens=4), generate(SparseEngine(engine._policy, RolloutOptions()), max_new_tokens=4))
     engine._cache = None
     assert_same(generate(engine, seed=3), generate(SparseEngine(engine._policy, RolloutOptions()), seed=3))
@@ -137,7 +139,8 @@ def test_recordings_end_with_the_weights_and_the_cache_that_they_read(graphed: C
 def test_recordings_end_where_modules_do_something_else(graphed: Callable[..., tuple[SparseEngine, Tape]]) -> None:
     engine, _ = graphed()
     generate(engine, max_new_tokens=4)
-    hook = engine._policy.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, out: out * 2)
+    projection = engine._policy.model.get_submodule("model.layers.0.mlp.up_proj")
+    hook = projection.register_forward_hook(lambda module, inputs, out: out * 2)
     assert_same(generate(engine, max_new_tokens=4), generate(SparseEngine(engine._policy, RolloutOptions()), max_new_tokens=4))
     hook.remove()
     assert_same(generate(engine, max_new_tokens=4), generate(SparseEngine(engine._policy, RolloutOptions()), max_new_tokens=4))

@@ -43,8 +43,8 @@ def test_acceptance_is_one_minus_total_variation_in_any_type_and_chunk() -> None
     expected = 1 - 0.5 * (torch.softmax(dense.double() / 0.8, -1) - torch.softmax(sparse.double() / 0.8, -1)).abs().sum(-1)
     for rows in (1, 5, 64):
         assert_close(exact_acceptance(dense, sparse, 0.8, rows).double(), expected, atol=1e-6, rtol=0)
-    rounded = [logits.bfloat16() for logits in (dense, sparse)]
-    assert_close(exact_acceptance(*rounded, 0.8), exact_acceptance(*(logits.float() for logits in rounded), 0.8))
+    left, right = dense.bfloat16(), sparse.bfloat16()
+    assert_close(exact_acceptance(left, right, 0.8), exact_acceptance(left.float(), right.float(), 0.8))
     assert exact_acceptance(dense[:0], sparse[:0], 1.0).shape == (0,)
     with pytest.raises(ValueError, match="same positions"):
         exact_acceptance(dense, sparse[:5], 1.0)

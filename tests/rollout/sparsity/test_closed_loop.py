@@ -33,7 +33,9 @@ def smallest(bin: int, p5: Curve = curve) -> int:
     return next(budget for budget in range(1, 4000) if p5(budget, bin) >= THRESHOLD)
 
 
-def completion(loop: ClosedLoop, rng: np.random.Generator, start: int, length: int, p5: Curve = curve) -> tuple[NDArray, NDArray]:
+def completion(
+    loop: ClosedLoop, rng: np.random.Generator, start: int, length: int, p5: Curve = curve
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Acceptances of one completion under the loop's schedule: 1 - e with e exponential, and 5 % of the tokens beyond the known p5."""
     positions = np.arange(start, start + length)
     budgets = loop.schedule.budgets_at(positions)

@@ -37,7 +37,8 @@ def test_the_engine_s_log_probs_are_the_student_s(family: str, adapted: bool) ->
     with torch.no_grad():
         for index, parameter in enumerate(adapter.parameters().values()):
             parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(index))
-    engine.runner.adapter = adapter if adapted else None
+    if adapted:
+        engine.wear(adapter)
     prompt = np.random.default_rng(0).integers(4, 60, 45).astype(np.int32)
     rollout = engine.generate([GroupRequest(prompt, 3, 7)], seed=2, temperature=0.9, max_new_tokens=70)
     assert rollout.report.sparse_share > 0.2

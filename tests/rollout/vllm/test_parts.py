@@ -93,10 +93,11 @@ def test_an_adapter_that_is_switched_off_or_merged_already_is_not_added() -> Non
 
 def test_every_completion_has_a_seed_of_its_own_from_seed_key_and_member() -> None:
     prompt = np.array([5], dtype=np.int32)
-    seeds = [completion_seeds(seed, GroupRequest(prompt, 5, key)) for seed in (1, 2) for key in (0, 7, 2**63 + 1)]
+    seeds = [completion_seeds([GroupRequest(prompt, 5, key)], seed) for seed in (1, 2) for key in (0, 7, 2**63 + 1)]
     assert len(set(np.concatenate(seeds).tolist())) == 30
     assert min(map(int, np.concatenate(seeds))) >= 0
-    assert np.array_equal(completion_seeds(1, GroupRequest(prompt, 3, 7)), seeds[1][:3])
+    both = completion_seeds([GroupRequest(prompt, 3, 7), GroupRequest(prompt, 5, 0)], 1)
+    assert np.array_equal(both, np.concatenate([seeds[1][:3], seeds[0]]))
 
 
 def test_the_cache_is_what_full_completions_need_within_what_is_allowed() -> None:
@@ -223,7 +224,7 @@ def test_where_vllm_can_sleep_it_does_between_rollouts_and_gets_the_weights_agai
         work = _Work()
         work.steps = 1
         for member in range(2):
-            work.completions[0, member], work.ends[0, member] = _completion(output()), float(member)
+            work.completions[member], work.ends[member] = _completion(output()), float(member)
         return work
 
     monkeypatch.setattr(engine, "_sample", sample)
