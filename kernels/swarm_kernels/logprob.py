@@ -46,7 +46,7 @@ def token_logprobs(
     """log softmax(head(hidden) / temperature)[target], float32, differentiable in hidden, the head's weight and its bias.
 
     hidden: (N, E); targets: (N,) int64 in [0, V); temperature: a number or (N,), above 0. Returns (N,). The projection is rounded to the
-    type of `hidden`, or to autocast's, as the model's own head rounds it.
+    type of `hidden`, or to autocast's, as the model's own head rounds it. An id outside the vocabulary has NaN.
     """
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(f"targets are {tuple(targets.shape)} {targets.dtype}; expected ({hidden.shape[0]},) int64")
@@ -77,8 +77,8 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         rows = hidden.shape[0]
-        top = torch.full((rows,), -torch.inf, device=hidden.device)
-        mass, chosen = torch.zeros(rows, device=hidden.device), torch.zeros(rows, device=hidden.device)
+        top, chosen = (torch.full((rows,), value, device=hidden.device) for value in (-torch.inf, torch.nan))
+        mass = torch.zeros(rows, device=hidden.device)
         for start in range(0, weight.shape[0], chunk):
             logits = _logits(hidden, weight, bias, cap, slice(start, start + chunk))
             kernels.logprob_forward(logits, targets - start, sharpness, top, mass, chosen)

@@ -115,6 +115,11 @@ def test_one_logit_that_is_not_a_number_spoils_its_row_and_no_other(
     torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], atol=1e-5, rtol=1e-5)
 
 
+def test_an_id_outside_the_vocabulary_has_no_log_prob(kernels: Kernels) -> None:
+    result = token_logprobs(kernels, Head(torch.zeros(4, 1)), torch.ones(3, 1), torch.tensor([-1, 3, 4]), chunk=3)
+    torch.testing.assert_close(result, torch.log(torch.tensor([torch.nan, 0.25, torch.nan])), equal_nan=True)
+
+
 def test_wrong_targets_are_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="targets"):
         token_logprobs(kernels, Head(torch.zeros(3, 4)), torch.zeros(2, 4), torch.zeros(3, dtype=torch.int64))
