@@ -101,6 +101,7 @@ def fresh_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setenv("SWARM_NODE_LOG", "")
     root = logging.getLogger()
     before = (root.handlers[:], logs.OURS.level, logging.raiseExceptions)
+    root.handlers = []
     yield root
     for handler in root.handlers:
         if handler not in before[0]:
