@@ -210,9 +210,12 @@ def _complete(staging: Path, folder: Path, origin: str, progress: Progress) -> N
 
 
 def _read_receipt(folder: Path) -> dict[str, Any] | None:
-    path = folder / _RECEIPT
-    receipt: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return receipt
+    """None where there is none, or none that can be read: the model is not here then, and a pull brings it anew."""
+    try:
+        receipt = json.loads((folder / _RECEIPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return receipt if isinstance(receipt, dict) and isinstance(receipt.get("sha256"), dict) and "origin" in receipt else None
 
 
 def _remove_leftovers(root: Path, name: str) -> None:

@@ -48,7 +48,7 @@ def from_hub(repository: str, timeout: float = 5.0) -> Fetch:
                 snapshot_download(repository, revision=info.sha, local_dir=staging, allow_patterns=list(_HUB_FILES))
         except (HTTPError, OSError) as error:
             raise FetchError(f"the hub did not give it ({first_line(error)})") from error
-        except (ImportError, ValueError) as error:  # what the client raises about proxies that it cannot use
+        except Exception as error:  # what the client raises about proxies that it cannot use
             raise FetchError(f"the hub cannot be asked: {proxy_advice(error)}") from error
         for file in wanted:
             if file.lfs is not None and sha256_of(staging / file.rfilename) != file.lfs.sha256:
@@ -150,8 +150,9 @@ def proxy_advice(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without what follows its first line, its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """An error's message, without its full stop and what follows its first line; behind its type where it is no sentence."""
+    said = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
+    return said if " " in said else f"{type(error).__name__} {said}".strip()
 
 
 def _last_line(text: str) -> str:

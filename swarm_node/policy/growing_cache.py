@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from swarm_node.policy.parts import body, cache_argument, unwrap
 
@@ -44,9 +44,14 @@ class GrowingLayer(DynamicLayer):
 
 
 def growing_cache(config: PretrainedConfig) -> DynamicCache:
-    """An empty cache for a model; layers with sliding windows or recurrent states stay transformers' own."""
+    """An empty cache for a model; layers with other states than keys and values stay transformers' own.
+
+    Layers with sliding windows keep everything, and the model's mask hides what is outside: a cache that drops keys goes by the
+    configuration, which may name a window that the model does not have.
+    """
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
+    whole = (DynamicLayer, DynamicSlidingWindowLayer)
+    cache.layers = [GrowingLayer() if type(layer) in whole else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     return cache
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from peft import LoraConfig, get_peft_model
 from swarm_protocols.limits import DEFAULT_LIMITS
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -164,7 +165,7 @@ def _hub_answers(repository: str) -> bool:
         return False
     except HFValidationError as error:
         raise catalogue.unknown(repository) from error
-    except (ImportError, ValueError) as error:  # what the client raises about proxies that it cannot use
+    except Exception as error:  # what the client raises about proxies that it cannot use
         raise ModelError(f"model {repository}: the hub cannot be asked: {proxy_advice(error)}, or give a local folder.") from error
     return True
 
@@ -188,7 +189,7 @@ def _read(source: _Source, loader: Any, what: str, **arguments: Any) -> Any:
             if source.on_hub
             else "The folder needs config.json, tokenizer files and *.safetensors."
         )
-        raise ModelError(f"the {what} of model {source.name} cannot be loaded: {first_line(error)} {advice}") from error
+        raise ModelError(f"the {what} of model {source.name} cannot be loaded: {first_line(error)}. {advice}") from error
 
 
 def _count_parameters(config: PretrainedConfig, source: _Source) -> int:
@@ -197,7 +198,7 @@ def _count_parameters(config: PretrainedConfig, source: _Source) -> int:
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # each architecture's own complaints about its configuration
         raise ModelError(
-            f"model {source.name} ({config.model_type}) is not a causal language model that transformers can build: {first_line(error)} "
+            f"model {source.name} ({config.model_type}) is not a causal language model that transformers can build: {first_line(error)}. "
             f"{_ADVICE}"
         ) from error
     return sum(parameter.numel() for parameter in model.parameters())
@@ -221,10 +222,31 @@ def _check_kind(config: PretrainedConfig, source: _Source) -> None:
 
 def _read_weights(source: _Source, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
-    model, report = _read(
-        source, AutoModelForCausalLM, "weights", dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-    )
+    said: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())  # tables of names, of which what matters is said here
+        return False
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        model, report = _read(
+            source,
+            AutoModelForCausalLM,
+            "weights",
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except ModelError as error:
+        torn = re.findall(r"^(\S+) *\|[^|]*CONVERSION", "\n".join(said), re.MULTILINE)
+        if torn:  # an expert, or a part of it, is not there
+            raise ModelError(f"weights of model {source.name} lack parts that belong together: {_list(torn)}. Fetch it again.") from error
+        raise
+    finally:
+        logger.removeFilter(keep)
     advice = "Save the whole model again (save_pretrained), or fetch it again."
     if mismatched := sorted(report["mismatched_keys"]):
         name, found, expected = mismatched[0]
@@ -239,12 +261,14 @@ def _read_weights(source: _Source, dtype: torch.dtype) -> Any:
             f"{len(missing)} weights of model {source.name} are missing from its files ({source.location}): {_list(missing)}. "
             f"{_explain_names(missing, report['unexpected_keys'])}{advice}"
         )
+    layers = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    foreign = sorted(name for name in report["unexpected_keys"] if name.rpartition(".")[0] in layers)
+    if foreign:
+        raise ModelError(
+            f"{len(foreign)} weights of layers of model {source.name} ({source.location}) are none that config.json describes: "
+            f"{_list(foreign)}. Take the config.json that belongs to these weights."
+        )
     return model
-
-
-def _is_no_load_report(record: logging.LogRecord) -> bool:
-    """Tables of names on stderr, of which `_read_weights` says what matters."""
-    return not any(words in record.getMessage() for words in ("LOAD REPORT", "checkpoint seem corrupted"))
 
 
 def _explain_names(missing: Collection[str], unexpected: Collection[str]) -> str:
@@ -307,23 +331,34 @@ def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop
 
 
 def _check_prompts(policy: Policy) -> None:
-    """Raise what `encode_prompt` raises, now instead of in the first step."""
-    first, second = (policy.encode_prompt(question) for question in ("What is 1+2?", "How many are there?"))
+    """Raise what `encode_prompt` raises, now instead of in the first step, and more."""
+    try:
+        first, second = (policy.encode_prompt(question) for question in ("What is 1+2?", "How many are there?"))
+        digits = str(policy.tokenizer.decode(policy.encode_prompt("12+30")))
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers' bare Exception
+        raise ModelError(f"the tokenizer of model {policy.source} cannot encode a question: {first_line(error)}. {_ADVICE}") from error
     if policy.tokenizer.chat_template and np.array_equal(first, second):
         raise ModelError(
             f"the chat template of model {policy.source or policy.name} leaves the user's turn out: "
             "different questions give the same prompt. "
             "Mend chat_template.jinja (or chat_template in tokenizer_config.json), or choose another model."
         )
+    if not policy.tokenizer.chat_template and "12+30" not in "".join(digits.split()):
+        raise ModelError(f"the tokenizer of model {policy.source} does not know digits: 12+30 becomes {digits[:80]!r}. {_ADVICE}")
 
 
 def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase, source: _Source) -> frozenset[int]:
     """Every id that ends a text: of the generation config, and the tokenizer's own end (a chat model's end of turn)."""
-    found: set[int] = set()
+    if (Path(source.location) / "generation_config.json").is_file():
+        _read(source, GenerationConfig, "generation_config.json")  # which transformers does without where it cannot be read
+    found: list[Any] = []
     for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    if not found:
-        raise ModelError(f"model {source.name} names no stop token: set eos_token_id in its generation_config.json.")
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not found or not all(type(index) is int and index >= 0 for index in found):
+        named = f"{_list([repr(index) for index in found])} for a stop token" if found else "no stop token"
+        raise ModelError(f"model {source.name} names {named}: set eos_token_id in its generation_config.json to an id, or some.")
     return frozenset(found)
 
 

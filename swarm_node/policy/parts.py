@@ -39,12 +39,15 @@ def head_width(model: nn.Module) -> int:
 
 
 def splits(model: nn.Module) -> bool:
-    """Whether head(body(x)) are the model's own logits: tried on a short input, as architectures differ in what they do after the head."""
+    """Whether head(body(x)) are the model's own logits: tried on a short input, as architectures differ in what they do after the head.
+    Raises FloatingPointError where they are not numbers."""
     inner = unwrap(model)
     ids = torch.arange(4, device=next(inner.parameters()).device)[None] % int(inner.config.get_text_config().vocab_size)
     with evaluating(inner), torch.inference_mode():
         whole = inner(input_ids=ids, use_cache=False).logits
         parts = head(model)(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    if whole.isnan().any():
+        raise FloatingPointError(f"its logits are NaN in {str(whole.dtype).removeprefix('torch.')}")
     return whole.shape == parts.shape and bool(torch.allclose(whole.float(), parts.float(), rtol=1e-2, atol=1e-2))
 
 

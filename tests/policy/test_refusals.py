@@ -96,6 +96,10 @@ def under(prefix: str) -> Callable[[Weights], Weights]:
         (under("_orig_mod."), ["21 weights", "begin with '_orig_mod.'", "torch.compile"]),
         (under("actor."), ["21 weights", "begin with 'actor.': take that off"]),
         (one_other_shape, ["1 weights", "other shapes", "model.layers.0.mlp.up_proj.weight: (96, 40), expected (96, 48)"]),
+        (
+            lambda weights: weights | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)},
+            ["1 weights of layers", "config.json describes: model.layers.0.mlp.up_proj.bias."],
+        ),
         (one_value(torch.nan), ["1 weights", "NaN or infinity as float32: model.layers.1.self_attn.k_proj.weight."]),
         (one_value(-torch.inf), ["1 weights", "NaN or infinity as float32: model.layers.1.self_attn.k_proj.weight."]),
     ],
@@ -110,6 +114,29 @@ def test_weights_that_are_not_whole_are_named(
     for word in [*words, str(folder)]:
         assert word in str(caught.value)
     assert "LOAD REPORT" not in capfd.readouterr().err, "the error says it once"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "lost"),
+    [
+        ("mixtral", {"num_local_experts": 4}, "layers.1.block_sparse_moe.experts.2.w1"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "layers.1.mlp.experts.2.up_proj"),
+    ],
+)
+def test_an_expert_that_is_missing_is_noticed_where_experts_are_put_together(
+    tmp_path: Path, family: str, sizes: dict[str, Any], lost: str
+) -> None:
+    folder = save(family_model(family, layers=2, **sizes), tmp_path / "model")
+    rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if lost not in name})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        load(folder)
+
+
+def test_sound_weights_that_overflow_on_the_way_are_not_called_an_unknown_architecture(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path / "model")
+    rewrite(folder, lambda weights: {name: tensor * 0 + 3e38 if "norm" in name else tensor for name, tensor in weights.items()})
+    with pytest.raises(ModelError, match="its logits are NaN in float32"):
+        load(folder)
 
 
 def test_a_weight_that_the_asked_type_cannot_hold_says_so(tmp_path: Path) -> None:
@@ -169,6 +196,22 @@ def damage_index(folder: Path) -> None:
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
+def forget(characters: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        tokenizer["model"]["vocab"] = {token: index for token, index in vocabulary.items() if token not in characters}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    return change
+
+
+def forget_all(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 def spoil_index(folder: Path) -> None:
     damage_index(folder)
     (folder / "model.safetensors.index.json").write_text("{")
@@ -181,6 +224,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "weights"),
     "the tokenizer is no JSON": (lambda folder: (folder / "tokenizer.json").write_text('{"model": '), "tokenizer"),
     "the tokenizer has no model": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
+    "the tokenizer has no vocabulary": (forget_all, "cannot encode a question: WordLevel error"),
+    "the tokenizer knows no digits": (forget("0123456789"), "does not know digits: 12\\+30 becomes"),
+    "the generation configuration is no JSON": (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config"),
+    "a stop token that is a word": (
+        lambda folder: edit(folder / "generation_config.json", eos_token_id=["<end>", 3]),
+        "names '<end>', 3, 2 and 1 more for a stop token",
+    ),
     "the configuration is no JSON": (lambda folder: (folder / "config.json").write_text('{"model_type": "llama",'), "configuration"),
     "the configuration is a list": (lambda folder: (folder / "config.json").write_text("[]"), "configuration"),
     "an unknown architecture": (lambda folder: edit(folder / "config.json", model_type="nonesuch"), "configuration"),
@@ -348,11 +398,16 @@ def test_the_context_ends_where_one_sequence_would_turn_the_angles_of_the_others
         assert not torch.allclose(logits(10), logits(context + 1), atol=1e-3), "otherwise the limit would be needless"
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "nonesuch://127.0.0.1:1"])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "nonesuch://127.0.0.1:1", "http://127.0.0.1:port"])
 def test_a_proxy_that_the_hub_s_client_cannot_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    class InvalidAddress(Exception):
+        """As the client's own, of which nothing else is known."""
+
     def refuse(*arguments: Any, **named: Any) -> None:
         if proxy.startswith("socks"):
             raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed. Make sure to install httpx.")
+        if proxy.startswith("http:"):
+            raise InvalidAddress("Invalid port: 'port'")
         raise ValueError(f"Unknown scheme for proxy URL URL('{proxy}')")
 
     monkeypatch.setenv("ALL_PROXY", proxy)

@@ -21,7 +21,7 @@ from swarm_node.rollout.engine import GroupRequest, Rollout
 from swarm_node.rollout.noise import streams, uniforms
 from swarm_node.rollout.options import RolloutOptions
 from swarm_node.rollout.reference import ReferenceEngine
-from tests.support.policies import random_model, random_policy
+from tests.support.policies import family_model, random_model, random_policy
 
 
 def request(length: int, size: int, key: int) -> GroupRequest:
@@ -218,6 +218,16 @@ def test_no_requests_are_an_empty_rollout() -> None:
 def test_what_cannot_be_sampled_is_refused(asked: GroupRequest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(random_policy(), [asked])
+
+
+def test_a_window_that_only_the_configuration_has_drops_nothing() -> None:
+    policy = random_policy(model=family_model("llama", layers=2, sliding_window=8))
+    for asked, group in zip(REQUESTS, generate(policy).groups, strict=True):
+        for completion in group:
+            pair = torch.from_numpy(asked.prompt), torch.from_numpy(completion.tokens)
+            with torch.no_grad():
+                alone = completion_logprobs(policy.model, [pair])[0].numpy()
+            np.testing.assert_allclose(completion.logprobs, alone, atol=2e-5)
 
 
 def test_the_growing_cache_holds_what_the_model_s_own_cache_would() -> None:
