@@ -279,13 +279,15 @@ def test_a_swarm_s_rules_assign_problems_of_its_own_stream_alone() -> None:
         (True, "alice", 7, False),
         (True, EVERYBODY, 7, True),
     ]:
-        problem = {"index": assigned_index(owner, 12, 3, 7) if shared else index, "seed": seed}
+        group = sample_group(step=12, sequence=1)
+        problem = replace(group.problem, index=assigned_index(owner, 12, 3, 7) if shared else index, seed=seed)
+        body = encode_group(replace(group, problem=problem))
         sender = "mallory" if shared else owner
         admission = AdmissionRules(("chain-sum:2",), 7, shared_problems=shared).build(Clock())
         if good:
-            admission.admit(sender, body_of(1, **problem))
+            admission.admit(sender, body)
         else:
-            assert reason_of(admission.admit, sender, body_of(1, **problem)) == Reason.NOT_ASSIGNED
+            assert reason_of(admission.admit, sender, body) == Reason.NOT_ASSIGNED
 
 
 # -- messages

@@ -65,7 +65,7 @@ def test_nodes_that_know_only_a_directory_meet_though_it_was_dead_at_first(tmp_p
 
 def is_alive(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
