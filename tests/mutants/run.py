@@ -25,7 +25,8 @@ from tests.mutants.faults import ROOT, Fault, load_faults
 
 LIMIT_S = 900.0
 """A fault that makes its tests hang has been noticed."""
-PASSED, FAILED = 0, 1
+PASSED, FAILED, BROKEN = 0, 1, 2
+"""Pytest's exit codes; a file that cannot even be collected has noticed the fault."""
 
 
 def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
@@ -62,7 +63,7 @@ def judge(fault: Fault, free: SimpleQueue[Path]) -> tuple[bool, str]:
     try:
         file.write_text(fault.applied(sound), encoding="utf-8")
         code, said = run_tests(copy, fault.tests)
-        return code == FAILED, said
+        return code in (FAILED, BROKEN), said
     finally:
         file.write_text(sound, encoding="utf-8")
         free.put(copy)
